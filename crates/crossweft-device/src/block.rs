@@ -1,0 +1,42 @@
+//! The thread block, as device code sees it.
+
+use crate::memory::Memory;
+use crate::wait::{Stopped, Waiting};
+
+/// One thread of a thread block together with its machine.
+///
+/// On a GPU a block is many threads; on the host it is one, and [`sync`](Self::sync) costs nothing.
+pub trait Block {
+    /// How this machine reaches memory that other ranks touch.
+    type Memory: Memory;
+
+    /// The machine's memory.
+    fn memory(&self) -> &Self::Memory;
+
+    /// Index of this thread in its block.
+    fn thread(&self) -> u32;
+
+    /// Threads in this block.
+    fn threads(&self) -> u32;
+
+    /// Block barrier that also agrees on the outcome: `Err` on every thread if any thread brought
+    /// one. Orders the block's memory accesses before it against those after it.
+    ///
+    /// # Errors
+    /// The [`Stopped`] that this or another thread of the block brought.
+    fn sync(&self, mine: Result<(), Stopped>) -> Result<(), Stopped>;
+
+    /// The wait hook: called each time a condition was looked at and did not hold. It spins, yields
+    /// or sleeps, and ends the wait when the job was aborted or its deadline has passed.
+    ///
+    /// # Errors
+    /// [`Stopped`] if the wait must end without its condition.
+    fn pause(&self, waiting: &Waiting) -> Result<(), Stopped>;
+
+    /// The counterpart of [`pause`](Self::pause): memory of rank `peer` was written that it may be
+    /// waiting for. Only a hint; a sleeping waiter also looks again by itself.
+    fn wake(&self, peer: u32);
+
+    /// Called between operations, so that a scheduler can interleave blocks at will.
+    fn checkpoint(&self) {}
+}

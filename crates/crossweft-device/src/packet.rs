@@ -1,0 +1,206 @@
+//! Packets: data and flag in one word, so that a receiver needs no other synchronisation.
+//!
+//! A packet word is 8 bytes: 4 bytes of payload (low half) and a 4-byte flag (high half). `LL8` is
+//! one such word; `LL16` is two side by side, which a GPU stores in one 16-byte access. 8-byte
+//! atomicity is all that is needed, and both have the same bytes in memory, so the payload at byte
+//! `4 i` lies in word `i`, whichever of the two wrote it.
+//!
+//! The flag is the epoch's ([`flag_of`]): never 0, and different from those of the executions
+//! before, so memory need not be cleared in between. Two halves used in turn replace a barrier:
+//! whoever sends for epoch `e + 2` has everything of `e + 1`, which was sent after `e` was read.
+
+use crate::block::Block;
+use crate::memory::Memory;
+use crate::wait::{Site, Stopped, wait_for};
+
+/// Payload bytes of a packet word.
+pub const PAYLOAD: u64 = 4;
+/// Bytes of a packet word.
+pub const WORD: u64 = 8;
+
+/// How packets are stored; only the width of an access differs.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PacketType {
+    /// 4 bytes of data and a 4-byte flag in 8 bytes.
+    Ll8 = 0,
+    /// Two LL8 packets in one 16-byte access.
+    Ll16 = 1,
+}
+
+/// Number of flags in use: even, so that flag and epoch have the same parity.
+const FLAGS: u64 = (1 << 32) - 2;
+
+/// The packet flag of an epoch (epochs start at 1): never 0, of the epoch's parity.
+#[inline(always)]
+#[must_use]
+pub const fn flag_of(epoch: u64) -> u32 {
+    (epoch.wrapping_sub(1) % FLAGS + 1) as u32
+}
+
+/// Flags repeat after 2^32 - 2 epochs. A word that was not written in all that time would be
+/// believed, so each half is cleared twice in 2^31 epochs, by its owner, at the end of this epoch.
+#[inline(always)]
+#[must_use]
+pub const fn is_scrub_epoch(epoch: u64) -> bool {
+    epoch & ((1 << 30) - 2) == 0
+}
+
+#[inline(always)]
+const fn word(data: u32, flag: u32) -> u64 {
+    data as u64 | (flag as u64) << 32
+}
+
+/// Sends one packet word.
+///
+/// # Safety
+/// `addr` must be valid and 8-byte aligned.
+#[inline(always)]
+pub unsafe fn write_packet<M: Memory>(memory: &M, addr: u64, data: u32, flag: u32) {
+    // SAFETY: the caller's promise.
+    unsafe { memory.store(addr, word(data, flag)) };
+}
+
+/// The payload of the packet word at `addr` if it carries `flag`.
+///
+/// # Safety
+/// `addr` must be valid and 8-byte aligned.
+#[inline(always)]
+pub unsafe fn read_packet_once<M: Memory>(memory: &M, addr: u64, flag: u32) -> Option<u32> {
+    // SAFETY: the caller's promise.
+    let word = unsafe { memory.load(addr) };
+    ((word >> 32) as u32 == flag).then_some(word as u32)
+}
+
+/// Waits for the packet word at `addr` to carry `flag`.
+///
+/// # Errors
+/// [`Stopped`] when the wait hook ends the wait.
+///
+/// # Safety
+/// `addr` must be valid and 8-byte aligned.
+#[inline(always)]
+pub unsafe fn read_packet<B: Block>(
+    block: &B,
+    site: Site,
+    addr: u64,
+    flag: u32,
+) -> Result<u32, Stopped> {
+    let memory = block.memory();
+    let word = wait_for(
+        block,
+        site,
+        u64::from(flag),
+        // SAFETY: the caller's promise.
+        || unsafe { memory.load(addr) }.rotate_left(32),
+        |seen| seen as u32 == flag,
+    )?;
+    Ok((word >> 32) as u32)
+}
+
+/// Copies `bytes` bytes into packets, the whole block together. `packets` is the address of the
+/// first word, `src` may have any alignment.
+///
+/// # Safety
+/// `src` must be valid for `bytes`, `packets` for twice that, rounded up to whole words, and 8-byte
+/// aligned; nobody may write the source meanwhile.
+#[inline(always)]
+pub unsafe fn copy_to_packets<B: Block>(block: &B, packets: u64, src: u64, bytes: u64, flag: u32) {
+    let memory = block.memory();
+    let whole = bytes / PAYLOAD;
+    let mut i = u64::from(block.thread());
+    while i < whole {
+        // SAFETY: word `i` lies in both ranges.
+        unsafe {
+            let data = memory.read::<u32>(src + i * PAYLOAD);
+            memory.store(packets + i * WORD, word(data, flag));
+        }
+        i += u64::from(block.threads());
+    }
+    let rest = bytes % PAYLOAD;
+    if rest != 0 && block.thread() == 0 {
+        let mut data = 0;
+        let mut k = 0;
+        while k < rest {
+            // SAFETY: byte `k` of the tail lies in the source.
+            let byte = unsafe { memory.read::<u8>(src + whole * PAYLOAD + k) };
+            data |= u32::from(byte) << (8 * k);
+            k += 1;
+        }
+        // SAFETY: the tail's word lies in the packets.
+        unsafe { memory.store(packets + whole * WORD, word(data, flag)) };
+    }
+}
+
+/// Waits for the packets of `bytes` bytes and copies them out, the whole block together. `dst` may
+/// have any alignment.
+///
+/// # Errors
+/// [`Stopped`] when the wait hook ends a wait; `dst` is then partly written.
+///
+/// # Safety
+/// `dst` must be valid for `bytes`, `packets` for twice that, rounded up to whole words, and 8-byte
+/// aligned; nobody may access the destination meanwhile.
+#[inline(always)]
+pub unsafe fn copy_from_packets<B: Block>(
+    block: &B,
+    site: Site,
+    dst: u64,
+    packets: u64,
+    bytes: u64,
+    flag: u32,
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    let whole = bytes / PAYLOAD;
+    let mut i = u64::from(block.thread());
+    while i < whole {
+        // SAFETY: word `i` lies in both ranges.
+        unsafe {
+            let data = read_packet(block, site, packets + i * WORD, flag)?;
+            memory.write::<u32>(dst + i * PAYLOAD, data);
+        }
+        i += u64::from(block.threads());
+    }
+    let rest = bytes % PAYLOAD;
+    if rest != 0 && block.thread() == 0 {
+        // SAFETY: the tail's word lies in the packets.
+        let data = unsafe { read_packet(block, site, packets + whole * WORD, flag)? };
+        let mut k = 0;
+        while k < rest {
+            // SAFETY: byte `k` of the tail lies in the destination.
+            unsafe { memory.write::<u8>(dst + whole * PAYLOAD + k, (data >> (8 * k)) as u8) };
+            k += 1;
+        }
+    }
+    Ok(())
+}
+
+/// Waits for the packets of `bytes` bytes and sends them on, the whole block together.
+///
+/// # Errors
+/// [`Stopped`] when the wait hook ends a wait; part may have been sent.
+///
+/// # Safety
+/// Both addresses must be valid for twice `bytes`, rounded up to whole words, and 8-byte aligned.
+#[inline(always)]
+pub unsafe fn forward_packets<B: Block>(
+    block: &B,
+    site: Site,
+    dst: u64,
+    src: u64,
+    bytes: u64,
+    flag: u32,
+) -> Result<(), Stopped> {
+    let words = bytes.div_ceil(PAYLOAD);
+    let mut i = u64::from(block.thread());
+    while i < words {
+        // SAFETY: word `i` lies in both ranges.
+        unsafe {
+            let data = read_packet(block, site, src + i * WORD, flag)?;
+            write_packet(block.memory(), dst + i * WORD, data, flag);
+        }
+        i += u64::from(block.threads());
+    }
+    Ok(())
+}

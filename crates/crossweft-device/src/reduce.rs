@@ -1,0 +1,334 @@
+//! Reductions: any number of sources, raw or packets, into any number of destinations.
+//!
+//! Sources are combined in the order given, in the accumulator's type, and rounded once when
+//! stored. A destination may be a source at the same address (in place).
+
+use crate::block::Block;
+use crate::wait::Stopped;
+
+/// Where an operand lies.
+#[derive(Clone, Copy, Debug)]
+pub struct Location {
+    /// Address of the first byte, or of the first packet word.
+    pub addr: u64,
+    /// Whether there are packets at `addr`, and whose (for messages and wake-ups).
+    pub packets: Option<crate::wait::Site>,
+}
+
+impl Location {
+    /// Plain memory.
+    #[inline(always)]
+    #[must_use]
+    pub const fn raw(addr: u64) -> Self {
+        Self {
+            addr,
+            packets: None,
+        }
+    }
+}
+
+/// A list of locations, resolved one by one.
+#[derive(Clone, Copy, Debug)]
+pub struct Sources<F> {
+    /// How many.
+    pub count: u32,
+    /// The `i`-th, for `i` below `count`.
+    pub at: F,
+}
+
+/// One data type and operation, on one machine.
+pub trait Reducer {
+    /// Block: reduces `elements` elements of all `sources` into each of `destinations`. An average
+    /// divides by `divisor`, unless that is 0 (partial results). `flag` is what packets carry.
+    ///
+    /// # Errors
+    /// [`Stopped`] when the wait hook ends a wait for packets; destinations are then partly
+    /// written.
+    ///
+    /// # Safety
+    /// All locations must be valid for the elements (packets: twice the bytes, in whole words);
+    /// nobody may write raw sources or access destinations meanwhile.
+    unsafe fn reduce<B: Block, S: Fn(u32) -> Location, D: Fn(u32) -> Location>(
+        &self,
+        block: &B,
+        sources: &Sources<S>,
+        destinations: &Sources<D>,
+        elements: u64,
+        divisor: u32,
+        flag: u32,
+    ) -> Result<(), Stopped>;
+}
+
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
+pub use host::HostReducer;
+
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
+mod host {
+    use core::mem::MaybeUninit;
+
+    use super::{Location, Reducer, Sources};
+    use crate::block::Block;
+    use crate::dtype::{DataType, ReduceOp};
+    use crate::element::{Bf16, Element, F8E4M3, F8E5M2, F16};
+    use crate::memory::Memory;
+    use crate::packet::{self, PAYLOAD, WORD};
+    use crate::wait::Stopped;
+
+    /// Elements reduced at a time: the accumulators stay in the first-level cache.
+    const TILE: u64 = 512;
+
+    /// Room for a tile of any type; every byte is written before it is read.
+    #[repr(align(64))]
+    struct Tile(MaybeUninit<[u64; TILE as usize]>);
+
+    impl Tile {
+        const fn new() -> Self {
+            Self(MaybeUninit::uninit())
+        }
+
+        fn addr(&mut self) -> u64 {
+            self.0.as_mut_ptr() as u64
+        }
+    }
+
+    /// A reduction on the host: the vectorised leaf loops of one data type and operation. Chosen
+    /// once, in prepare; the protocol around the leaves is then one piece of code.
+    #[derive(Clone, Copy, Debug)]
+    pub struct HostReducer {
+        element: u64,
+        average: bool,
+        /// `acc = load(src)`
+        first: unsafe fn(acc: u64, src: u64, n: usize),
+        /// `acc = acc op load(src)`
+        next: unsafe fn(acc: u64, src: u64, n: usize),
+        /// `dst = store(acc / divisor)`
+        last: unsafe fn(dst: u64, acc: u64, n: usize, divisor: u32),
+        /// `dst = store((load(a) op load(b)) / divisor)`
+        pair: unsafe fn(dst: u64, a: u64, b: u64, n: usize, divisor: u32),
+    }
+
+    impl HostReducer {
+        /// The leaves of `dtype` and `op`.
+        #[must_use]
+        pub const fn new(dtype: DataType, op: ReduceOp) -> Self {
+            match dtype {
+                DataType::I8 => Self::of::<i8>(op),
+                DataType::U8 => Self::of::<u8>(op),
+                DataType::I16 => Self::of::<i16>(op),
+                DataType::U16 => Self::of::<u16>(op),
+                DataType::I32 => Self::of::<i32>(op),
+                DataType::U32 => Self::of::<u32>(op),
+                DataType::I64 => Self::of::<i64>(op),
+                DataType::U64 => Self::of::<u64>(op),
+                DataType::F16 => Self::of::<F16>(op),
+                DataType::Bf16 => Self::of::<Bf16>(op),
+                DataType::F32 => Self::of::<f32>(op),
+                DataType::F64 => Self::of::<f64>(op),
+                DataType::F8E4M3 => Self::of::<F8E4M3>(op),
+                DataType::F8E5M2 => Self::of::<F8E5M2>(op),
+            }
+        }
+
+        const fn of<E: Element>(op: ReduceOp) -> Self {
+            match op {
+                ReduceOp::Sum => Self::with::<E, Sum>(false),
+                ReduceOp::Prod => Self::with::<E, Prod>(false),
+                ReduceOp::Min => Self::with::<E, Min>(false),
+                ReduceOp::Max => Self::with::<E, Max>(false),
+                ReduceOp::Avg => Self::with::<E, Sum>(true),
+            }
+        }
+
+        const fn with<E: Element, C: Combine>(average: bool) -> Self {
+            Self {
+                element: size_of::<E>() as u64,
+                average,
+                first: first::<E>,
+                next: next::<E, C>,
+                last: last::<E>,
+                pair: pair::<E, C>,
+            }
+        }
+    }
+
+    impl Reducer for HostReducer {
+        #[inline]
+        unsafe fn reduce<B: Block, S: Fn(u32) -> Location, D: Fn(u32) -> Location>(
+            &self,
+            block: &B,
+            sources: &Sources<S>,
+            destinations: &Sources<D>,
+            elements: u64,
+            divisor: u32,
+            flag: u32,
+        ) -> Result<(), Stopped> {
+            let divisor = if self.average { divisor } else { 0 };
+            let memory = block.memory();
+            let (mut acc, mut unpacked, mut result) = (Tile::new(), Tile::new(), Tile::new());
+            let mut done = 0;
+            while done < elements {
+                let n = if elements - done < TILE {
+                    elements - done
+                } else {
+                    TILE
+                };
+                let (at, bytes) = (done * self.element, n * self.element);
+                // A packet word holds 4 bytes, and `at` is a multiple of a tile's size.
+                let at_packets = at * (WORD / PAYLOAD);
+                let n = n as usize;
+
+                let mut i = 0;
+                let mut source = || -> Result<u64, Stopped> {
+                    let location = (sources.at)(i);
+                    i += 1;
+                    let Some(site) = location.packets else {
+                        return Ok(location.addr + at);
+                    };
+                    let tile = unpacked.addr();
+                    let from = location.addr + at_packets;
+                    // SAFETY: the tile holds `bytes`; the caller promises the packets.
+                    unsafe {
+                        packet::copy_from_packets(block, site, tile, from, bytes, flag)?;
+                    }
+                    Ok(tile)
+                };
+
+                let target = (destinations.at)(0);
+                let out = match target.packets {
+                    None => target.addr + at,
+                    Some(_) => result.addr(),
+                };
+                // SAFETY: tiles hold `n` accumulators; the caller promises the locations. Within a
+                // tile everything is read before anything is written, so in place is fine.
+                unsafe {
+                    if sources.count == 2 && (sources.at)(0).packets.is_none() {
+                        (self.pair)(out, source()?, source()?, n, divisor);
+                    } else {
+                        (self.first)(acc.addr(), source()?, n);
+                        let mut k = 1;
+                        while k < sources.count {
+                            (self.next)(acc.addr(), source()?, n);
+                            k += 1;
+                        }
+                        (self.last)(out, acc.addr(), n, divisor);
+                    }
+                    let mut k = 0;
+                    while k < destinations.count {
+                        let target = (destinations.at)(k);
+                        match target.packets {
+                            Some(_) => {
+                                let to = target.addr + at_packets;
+                                packet::copy_to_packets(block, to, out, bytes, flag);
+                            }
+                            None => memory.copy(target.addr + at, out, bytes),
+                        }
+                        k += 1;
+                    }
+                }
+                done += n as u64;
+            }
+            let mut k = 0;
+            while k < destinations.count {
+                if let Some(site) = (destinations.at)(k).packets {
+                    block.wake(site.peer);
+                }
+                k += 1;
+            }
+            Ok(())
+        }
+    }
+
+    trait Combine {
+        fn combine<E: Element>(a: E::Acc, b: E::Acc) -> E::Acc;
+    }
+
+    macro_rules! combine {
+        ($($name:ident, $f:ident);* $(;)?) => { $(
+            struct $name;
+            impl Combine for $name {
+                #[inline(always)]
+                fn combine<E: Element>(a: E::Acc, b: E::Acc) -> E::Acc { E::$f(a, b) }
+            }
+        )* };
+    }
+
+    combine! { Sum, add; Prod, mul; Min, min; Max, max }
+
+    /// # Safety
+    /// `src` must be valid for `n` elements, `acc` for `n` accumulators.
+    unsafe fn first<E: Element>(acc: u64, src: u64, n: usize) {
+        let (acc, src) = (acc as *mut E::Acc, src as *const E);
+        let mut i = 0;
+        while i < n {
+            // SAFETY: the caller's promise.
+            unsafe { acc.add(i).write(src.add(i).read_unaligned().load()) };
+            i += 1;
+        }
+    }
+
+    /// # Safety
+    /// As for [`first`].
+    unsafe fn next<E: Element, C: Combine>(acc: u64, src: u64, n: usize) {
+        let (acc, src) = (acc as *mut E::Acc, src as *const E);
+        let mut i = 0;
+        while i < n {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let b = src.add(i).read_unaligned().load();
+                acc.add(i).write(C::combine::<E>(acc.add(i).read(), b));
+            }
+            i += 1;
+        }
+    }
+
+    /// # Safety
+    /// As for [`first`], with `dst` for `n` elements.
+    unsafe fn last<E: Element>(dst: u64, acc: u64, n: usize, divisor: u32) {
+        let (dst, acc) = (dst as *mut E, acc as *const E::Acc);
+        let mut i = 0;
+        if divisor == 0 {
+            while i < n {
+                // SAFETY: the caller's promise.
+                unsafe { dst.add(i).write_unaligned(E::store(acc.add(i).read())) };
+                i += 1;
+            }
+            return;
+        }
+        while i < n {
+            // SAFETY: the caller's promise.
+            unsafe {
+                dst.add(i)
+                    .write_unaligned(E::store(E::div(acc.add(i).read(), divisor)))
+            };
+            i += 1;
+        }
+    }
+
+    /// # Safety
+    /// All three must be valid for `n` elements; `dst` may equal `a` or `b`, no other overlap.
+    unsafe fn pair<E: Element, C: Combine>(dst: u64, a: u64, b: u64, n: usize, divisor: u32) {
+        let (dst, a, b) = (dst as *mut E, a as *const E, b as *const E);
+        let mut i = 0;
+        if divisor == 0 {
+            while i < n {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let (x, y) = (a.add(i).read_unaligned(), b.add(i).read_unaligned());
+                    dst.add(i)
+                        .write_unaligned(E::store(C::combine::<E>(x.load(), y.load())));
+                }
+                i += 1;
+            }
+            return;
+        }
+        while i < n {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let (x, y) = (a.add(i).read_unaligned(), b.add(i).read_unaligned());
+                let acc = E::div(C::combine::<E>(x.load(), y.load()), divisor);
+                dst.add(i).write_unaligned(E::store(acc));
+            }
+            i += 1;
+        }
+    }
+}
