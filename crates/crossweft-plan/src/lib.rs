@@ -1,1 +1,22 @@
-//! placeholder
+//! Communication plans: what every thread block of every rank does, as data.
+//!
+//! A [`Plan`] is symbolic in the message's size: it names chunks, not bytes, and the same plan runs
+//! any size, with tails ([`crossweft_device::extent`]). It says which reduce operation it is for
+//! (or that it fits any) and which packets it sends. It is pure data: this crate touches no device.
+//!
+//! * [`plan`]: the representation.
+//! * [`builder`]: how algorithms are written.
+//! * [`validate`]: structural checks; a plan from [`Builder::finish`] or [`Plan::from_json`] has
+//!   passed them.
+//! * [`json`]: the file format.
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+pub mod builder;
+pub mod json;
+pub mod plan;
+pub mod validate;
+
+pub use builder::Builder;
+pub use plan::{Buffer, Channel, Chunks, Collective, Op, Operand, Plan, RankProgram};
+pub use validate::PlanError;

@@ -1,0 +1,159 @@
+//! How algorithms are written: a program over all ranks at once.
+
+use crossweft_device::ReduceOp;
+use crossweft_device::packet::PacketType;
+
+use crate::plan::{Channel, Chunks, Collective, Op, Operand, Plan, RankProgram};
+use crate::validate::PlanError;
+
+/// Builds a plan operation by operation.
+#[derive(Clone, Debug)]
+pub struct Builder {
+    plan: Plan,
+}
+
+impl Builder {
+    /// A plan for `ranks` ranks with `blocks` thread blocks each and messages in `chunks` chunks.
+    #[must_use]
+    pub fn new(name: &str, collective: Collective, ranks: u32, blocks: u32, chunks: u32) -> Self {
+        let program = RankProgram {
+            channels: Vec::new(),
+            blocks: vec![Vec::new(); blocks as usize],
+        };
+        Self {
+            plan: Plan {
+                name: name.to_owned(),
+                collective,
+                reduce_op: None,
+                packet: PacketType::Ll16,
+                chunks,
+                scratch_slots: 0,
+                double_scratch: false,
+                packet_slots: 0,
+                ranks: vec![program; ranks as usize],
+            },
+        }
+    }
+
+    /// Fixes the reduce operation; without this the caller chooses.
+    #[must_use]
+    pub fn reduce_op(mut self, op: ReduceOp) -> Self {
+        self.plan.reduce_op = Some(op);
+        self
+    }
+
+    /// Asks for slots of plain scratch memory, `double` for two halves in turn.
+    #[must_use]
+    pub fn scratch(mut self, slots: u32, double: bool) -> Self {
+        (self.plan.scratch_slots, self.plan.double_scratch) = (slots, double);
+        self
+    }
+
+    /// Asks for slots of packet memory.
+    #[must_use]
+    pub fn packets(mut self, slots: u32, packet: PacketType) -> Self {
+        (self.plan.packet_slots, self.plan.packet) = (slots, packet);
+        self
+    }
+
+    /// Makes a channel between ranks `a` and `b`; returns its number on each.
+    ///
+    /// # Panics
+    /// If a rank is not below the world size; ranks are the algorithm's own loop variables.
+    pub fn connect(&mut self, a: u32, b: u32) -> (u32, u32) {
+        let mut end = |rank: u32, peer: u32| {
+            let channels = &mut self.plan.ranks[rank as usize].channels;
+            channels.push(Channel { peer });
+            channels.len() as u32 - 1
+        };
+        (end(a, b), end(b, a))
+    }
+
+    /// Appends to thread block `block` of `rank`.
+    ///
+    /// # Panics
+    /// If there is no such block; as for [`connect`](Self::connect).
+    pub fn at(&mut self, rank: u32, block: u32) -> BlockBuilder<'_> {
+        BlockBuilder {
+            ops: &mut self.plan.ranks[rank as usize].blocks[block as usize],
+        }
+    }
+
+    /// The plan, if its structure is sound.
+    ///
+    /// # Errors
+    /// [`PlanError`] with the operation at fault.
+    pub fn finish(self) -> Result<Plan, PlanError> {
+        self.plan.validate()?;
+        Ok(self.plan)
+    }
+}
+
+/// Appends operations to one thread block.
+#[derive(Debug)]
+pub struct BlockBuilder<'a> {
+    ops: &'a mut Vec<Op>,
+}
+
+impl BlockBuilder<'_> {
+    /// Copies `chunks`.
+    pub fn transfer(&mut self, chunks: Chunks, from: Operand, to: Vec<Operand>) -> &mut Self {
+        self.ops.push(Op::Move { chunks, from, to });
+        self
+    }
+
+    /// Reduces `chunks` to a partial result.
+    pub fn reduce(&mut self, chunks: Chunks, from: Vec<Operand>, to: Vec<Operand>) -> &mut Self {
+        self.ops.push(Op::Reduce {
+            chunks,
+            from,
+            to,
+            last: false,
+        });
+        self
+    }
+
+    /// Reduces `chunks` to the final result.
+    pub fn reduce_last(
+        &mut self,
+        chunks: Chunks,
+        from: Vec<Operand>,
+        to: Vec<Operand>,
+    ) -> &mut Self {
+        self.ops.push(Op::Reduce {
+            chunks,
+            from,
+            to,
+            last: true,
+        });
+        self
+    }
+
+    /// Signals peers.
+    pub fn signal(&mut self, channels: &[u32]) -> &mut Self {
+        self.ops.push(Op::Signal {
+            channels: channels.to_vec(),
+        });
+        self
+    }
+
+    /// Waits for peers.
+    pub fn wait(&mut self, channels: &[u32]) -> &mut Self {
+        self.ops.push(Op::Wait {
+            channels: channels.to_vec(),
+        });
+        self
+    }
+
+    /// Meets other blocks of the rank.
+    pub fn barrier(&mut self, id: u32, blocks: u32) -> &mut Self {
+        self.ops.push(Op::Barrier { id, blocks });
+        self
+    }
+
+    /// Meets the other threads of the block.
+    pub fn sync(&mut self) -> &mut Self {
+        self.ops.push(Op::Sync);
+        self
+    }
+}

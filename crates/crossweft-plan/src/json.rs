@@ -1,0 +1,133 @@
+//! The file format: one JSON object.
+//!
+//! ```json
+//! {
+//!   "format": "crossweft-plan", "version": 1,
+//!   "name": "one-shot", "collective": "all_reduce",
+//!   "reduce_op": "any",              // or sum, prod, min, max, avg
+//!   "packet": "ll16",                // or ll8
+//!   "chunks": 1, "scratch_slots": 0, "double_scratch": false, "packet_slots": 2,
+//!   "ranks": [                       // one entry a rank, in order
+//!     { "channels": [ { "peer": 1 } ],
+//!       "blocks": [                  // one list a thread block
+//!         [ { "op": "move",   "chunks": { "first": 0, "count": 1, "slice": [0, 1] },
+//!             "from": { "rank": 0, "buffer": "input", "index": 0 },
+//!             "to": [ { "rank": 1, "buffer": "packets", "index": 0 } ] },
+//!           { "op": "reduce", "chunks": …, "from": [ … ], "to": [ … ], "last": true },
+//!           { "op": "signal", "channels": [0] }, { "op": "wait", "channels": [0] },
+//!           { "op": "barrier", "id": 0, "blocks": 2 }, { "op": "sync" } ] ] } ]
+//! }
+//! ```
+//!
+//! Chunks and slots are those of [`crossweft_device::extent`]: sizes are 64-bit, a message may have
+//! any number of bytes. Unknown fields and other versions are refused.
+
+use crossweft_device::ReduceOp;
+use crossweft_device::packet::PacketType;
+use serde::{Deserialize, Serialize};
+
+use crate::plan::{Collective, Plan, RankProgram};
+use crate::validate::PlanError;
+
+const FORMAT: &str = "crossweft-plan";
+const VERSION: u32 = 1;
+/// Larger files are refused unread.
+pub const MAX_BYTES: usize = 64 << 20;
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    format: String,
+    version: u32,
+    name: String,
+    collective: Collective,
+    reduce_op: String,
+    packet: String,
+    chunks: u32,
+    scratch_slots: u32,
+    double_scratch: bool,
+    packet_slots: u32,
+    ranks: Vec<RankProgram>,
+}
+
+/// The fields that are read first, to say something better than "unknown field".
+#[derive(Deserialize)]
+struct Head {
+    format: Option<String>,
+    version: Option<u32>,
+}
+
+const PACKETS: [(&str, PacketType); 2] = [("ll8", PacketType::Ll8), ("ll16", PacketType::Ll16)];
+
+impl Plan {
+    /// The plan as a file.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        let packet = PACKETS.iter().find(|(_, packet)| *packet == self.packet);
+        let file = File {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            name: self.name.clone(),
+            collective: self.collective,
+            reduce_op: self.reduce_op.map_or("any", ReduceOp::name).to_owned(),
+            packet: packet.map_or("ll16", |(name, _)| name).to_owned(),
+            chunks: self.chunks,
+            scratch_slots: self.scratch_slots,
+            double_scratch: self.double_scratch,
+            packet_slots: self.packet_slots,
+            ranks: self.ranks.clone(),
+        };
+        // Only maps with keys that are not strings cannot be written, and there are none.
+        serde_json::to_string(&file).unwrap_or_default()
+    }
+
+    /// Reads a file and checks its structure.
+    ///
+    /// # Errors
+    /// [`PlanError`]: not such a file, another version, or unsound.
+    pub fn from_json(text: &[u8]) -> Result<Self, PlanError> {
+        let format = |reason: String| PlanError::Format { reason };
+        if text.len() > MAX_BYTES {
+            return Err(format(format!(
+                "{} bytes; at most {MAX_BYTES} are read",
+                text.len()
+            )));
+        }
+        let head: Head = serde_json::from_slice(text).map_err(|e| format(e.to_string()))?;
+        if head.format.as_deref() != Some(FORMAT) {
+            return Err(format(format!("its `format` is not `{FORMAT}`")));
+        }
+        if head.version != Some(VERSION) {
+            return Err(format(format!(
+                "its `version` is {}; this program reads {VERSION}",
+                head.version
+                    .map_or_else(|| "missing".to_owned(), |v| v.to_string())
+            )));
+        }
+        let file: File = serde_json::from_slice(text).map_err(|e| format(e.to_string()))?;
+        let reduce_op = match file.reduce_op.as_str() {
+            "any" => None,
+            name => Some(
+                ReduceOp::from_name(name)
+                    .ok_or_else(|| format(format!("there is no reduce operation `{name}`")))?,
+            ),
+        };
+        let (_, packet) = PACKETS
+            .into_iter()
+            .find(|(name, _)| *name == file.packet)
+            .ok_or_else(|| format(format!("there is no packet type `{}`", file.packet)))?;
+        let plan = Self {
+            name: file.name,
+            collective: file.collective,
+            reduce_op,
+            packet,
+            chunks: file.chunks,
+            scratch_slots: file.scratch_slots,
+            double_scratch: file.double_scratch,
+            packet_slots: file.packet_slots,
+            ranks: file.ranks,
+        };
+        plan.validate()?;
+        Ok(plan)
+    }
+}

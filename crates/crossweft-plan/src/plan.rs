@@ -1,0 +1,304 @@
+//! The representation of plans.
+
+use crossweft_device::extent::chunk_bytes;
+use crossweft_device::packet::{PAYLOAD, PacketType, WORD};
+use crossweft_device::{ReduceOp, program::Space};
+use serde::{Deserialize, Serialize};
+
+/// What a plan computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Collective {
+    /// Every rank's output is the reduction of all inputs.
+    AllReduce,
+}
+
+impl Collective {
+    /// The name in messages and on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all-reduce",
+        }
+    }
+}
+
+/// A communication plan for a fixed number of ranks and any message size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Plan {
+    /// Name for people.
+    pub name: String,
+    /// What it computes.
+    pub collective: Collective,
+    /// The reduce operation it is for; `None` if the caller chooses.
+    pub reduce_op: Option<ReduceOp>,
+    /// How packets are stored.
+    pub packet: PacketType,
+    /// Chunks a message is cut into.
+    pub chunks: u32,
+    /// Slots of plain scratch memory, each of one chunk.
+    pub scratch_slots: u32,
+    /// Whether the scratch memory is there twice, the halves used in turn.
+    pub double_scratch: bool,
+    /// Slots of packet memory, each of one chunk's packets; always there twice.
+    pub packet_slots: u32,
+    /// What each rank does, in rank order.
+    pub ranks: Vec<RankProgram>,
+}
+
+/// One rank's part of a plan.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct RankProgram {
+    /// Channels to peers. The k-th channel from a to b is the same as the k-th from b to a.
+    pub channels: Vec<Channel>,
+    /// The operations of each thread block.
+    pub blocks: Vec<Vec<Op>>,
+}
+
+/// One end of a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Channel {
+    /// The rank at the other end.
+    pub peer: u32,
+}
+
+/// Which part of the message an operation handles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Chunks {
+    /// First chunk.
+    pub first: u32,
+    /// Number of chunks.
+    pub count: u32,
+    /// `(index, of)`: only this slice of them, so that thread blocks can share the work.
+    #[serde(default = "whole")]
+    pub slice: (u32, u32),
+}
+
+fn whole() -> (u32, u32) {
+    (0, 1)
+}
+
+impl Chunks {
+    /// All of `count` chunks from `first`.
+    #[must_use]
+    pub const fn new(first: u32, count: u32) -> Self {
+        Self {
+            first,
+            count,
+            slice: (0, 1),
+        }
+    }
+
+    /// Slice `index` of `of` of the same chunks.
+    #[must_use]
+    pub const fn sliced(self, index: u32, of: u32) -> Self {
+        Self {
+            slice: (index, of),
+            ..self
+        }
+    }
+}
+
+/// A buffer of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Buffer {
+    /// The caller's input, in chunks.
+    Input,
+    /// The caller's output, in chunks.
+    Output,
+    /// Scratch memory, in slots.
+    Scratch,
+    /// Packet memory, in slots.
+    Packets,
+}
+
+impl From<Buffer> for Space {
+    fn from(buffer: Buffer) -> Self {
+        match buffer {
+            Buffer::Input => Self::Input,
+            Buffer::Output => Self::Output,
+            Buffer::Scratch => Self::Scratch,
+            Buffer::Packets => Self::Packets,
+        }
+    }
+}
+
+/// Where an operation reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Operand {
+    /// The rank whose buffer it is.
+    pub rank: u32,
+    /// Which buffer.
+    pub buffer: Buffer,
+    /// The chunk or slot where the operation's first chunk lies; more chunks follow it.
+    pub index: u32,
+}
+
+impl Operand {
+    /// Chunk or slot `index` of `rank`'s `buffer`.
+    #[must_use]
+    pub const fn new(rank: u32, buffer: Buffer, index: u32) -> Self {
+        Self {
+            rank,
+            buffer,
+            index,
+        }
+    }
+}
+
+/// An operation of a thread block.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
+pub enum Op {
+    /// Copies bytes to every destination; waits for packets, or makes them, where an operand is
+    /// packet memory.
+    Move {
+        /// Which part of the message.
+        chunks: Chunks,
+        /// Where it is.
+        from: Operand,
+        /// Where it goes.
+        to: Vec<Operand>,
+    },
+    /// Reduces sources in the given order into every destination.
+    Reduce {
+        /// Which part of the message.
+        chunks: Chunks,
+        /// What is reduced.
+        from: Vec<Operand>,
+        /// Where the result goes.
+        to: Vec<Operand>,
+        /// Whether this is the final result, not a partial one.
+        last: bool,
+    },
+    /// Signals the peers of these channels, after everything this block did before.
+    Signal {
+        /// Channels of this rank.
+        channels: Vec<u32>,
+    },
+    /// Waits for a signal on each of these channels.
+    Wait {
+        /// Channels of this rank.
+        channels: Vec<u32>,
+    },
+    /// Barrier among `blocks` thread blocks of this rank.
+    Barrier {
+        /// Which barrier.
+        id: u32,
+        /// How many blocks meet.
+        blocks: u32,
+    },
+    /// Barrier among the threads of this block.
+    Sync,
+}
+
+impl Op {
+    /// The operation's name, as in the file format.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Move { .. } => "move",
+            Self::Reduce { .. } => "reduce",
+            Self::Signal { .. } => "signal",
+            Self::Wait { .. } => "wait",
+            Self::Barrier { .. } => "barrier",
+            Self::Sync => "sync",
+        }
+    }
+
+    /// Operands that are read, and those that are written.
+    #[must_use]
+    pub fn operands(&self) -> (&[Operand], &[Operand]) {
+        match self {
+            Self::Move { from, to, .. } => (std::slice::from_ref(from), to),
+            Self::Reduce { from, to, .. } => (from, to),
+            _ => (&[], &[]),
+        }
+    }
+
+    /// The part of the message that is handled, for operations on data.
+    #[must_use]
+    pub const fn chunks(&self) -> Option<Chunks> {
+        match self {
+            Self::Move { chunks, .. } | Self::Reduce { chunks, .. } => Some(*chunks),
+            _ => None,
+        }
+    }
+}
+
+impl Plan {
+    /// World size.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        // Validated: the number of ranks is far below 2^32.
+        self.ranks.len() as u32
+    }
+
+    /// Whether ranks reach into each other's input and output: `(input, output)`. Such buffers must
+    /// be registered memory.
+    #[must_use]
+    pub fn reaches_into(&self) -> (bool, bool) {
+        let mut reached = (false, false);
+        for (rank, op) in self.all_ops() {
+            let (from, to) = op.operands();
+            for operand in from.iter().chain(to).filter(|o| o.rank != rank) {
+                reached.0 |= operand.buffer == Buffer::Input;
+                reached.1 |= operand.buffer == Buffer::Output;
+            }
+        }
+        reached
+    }
+
+    /// The rank that sends the packets in slot `slot` of `rank`.
+    #[must_use]
+    pub fn packet_sender(&self, rank: u32, slot: u32) -> Option<u32> {
+        self.all_ops().find_map(|(sender, op)| {
+            let count = op.chunks()?.count;
+            op.operands()
+                .1
+                .iter()
+                .any(|o| {
+                    o.buffer == Buffer::Packets
+                        && o.rank == rank
+                        && (o.index..o.index + count).contains(&slot)
+                })
+                .then_some(sender)
+        })
+    }
+
+    /// Bytes of scratch memory that messages of up to `bytes` bytes need: `(one half, all)`.
+    #[must_use]
+    pub fn scratch_bytes(&self, bytes: u64) -> Option<(u64, u64)> {
+        let half = chunk_bytes(bytes, self.chunks).checked_mul(self.scratch_slots.into())?;
+        if self.double_scratch {
+            Some((half, half.checked_mul(2)?))
+        } else {
+            Some((0, half))
+        }
+    }
+
+    /// Bytes of packet memory that messages of up to `bytes` bytes need: `(one half, all)`.
+    #[must_use]
+    pub fn packet_bytes(&self, bytes: u64) -> Option<(u64, u64)> {
+        let payload = chunk_bytes(bytes, self.chunks).checked_mul(self.packet_slots.into())?;
+        let half = payload.checked_mul(WORD / PAYLOAD)?;
+        Some((half, half.checked_mul(2)?))
+    }
+
+    /// Every operation with its rank.
+    pub(crate) fn all_ops(&self) -> impl Iterator<Item = (u32, &Op)> {
+        (0..)
+            .zip(&self.ranks)
+            .flat_map(|(rank, program)| program.blocks.iter().flatten().map(move |op| (rank, op)))
+    }
+}
