@@ -1,1 +1,303 @@
-//! placeholder
+//! Test patterns and an independent reference for the results of collectives.
+//!
+//! Tests and benches [`fill`] every rank's input, run a collective, and hand the output to
+//! [`check_all_reduce`]. [`fingerprint`] tells cheaply whether two ranks hold the same bits.
+//!
+//! The crate shares the names of data types and operations with `crossweft-device` and none of its
+//! arithmetic: small floats are read and rounded by the crates `half` and `float8`, and results are
+//! recomputed in 128-bit integers or pairs of `f64`. A mistake would have to be made twice, in two
+//! ways, to pass unseen. Newcomers start with `pattern.rs` (what the inputs are), then `element.rs`
+//! (what the right answer is).
+//!
+//! # Patterns
+//!
+//! An input is a function of the seed, the rank, the element's index, the world size and the
+//! operation; nothing is stored, so the checker draws every rank's input again.
+//!
+//! [`Pattern::Exact`] draws whole numbers such that every partial result, in any order and grouping,
+//! is a whole number that the data type holds exactly. No partial result rounds, wraps or saturates,
+//! none is -0, and the result is one bit pattern whatever the algorithm:
+//!
+//! | operation | inputs |
+//! |---|---|
+//! | sum, avg | not zero, magnitude up to W/n, where W is the largest number that the type counts up to (127 for `i8`, 2048 for `f16`, 8 for `f8e5m2`). Where n > W, W of the ranks hold ±1 and the others 0; which ones they are moves with the index |
+//! | prod | three of the ranks, moving with the index, hold magnitudes up to the cube root of W, the others ±1 |
+//! | min, max | any bits that are not NaN, infinite or zero (integers: any bits) |
+//!
+//! The sum of avg is exact too. Its one division is rounded once, so a correct quotient is one bit
+//! pattern as well; multiplying by a rounded 1/n is not the documented operation and may differ.
+//!
+//! [`Pattern::Random`] draws any bits for integers, so sums and products wrap. Floats have random
+//! sign and fraction, and magnitudes spread evenly over binades (powers of two):
+//!
+//! | operation | inputs |
+//! |---|---|
+//! | sum, avg | eight binades, up to 16 in magnitude, or lower where n of them could pass half of the type's largest value (or fewer binades, where the type has no more): for `f8e4m3` up to 8 at 16 ranks |
+//! | prod | five of the ranks, moving with the index, in [0.5, 2); the others ±1 |
+//! | min, max | as in Exact |
+//!
+//! # What is accepted
+//!
+//! Integers, everything in Exact, and min and max are compared bit for bit. Integer avg is the
+//! wrapping sum in the type, divided by n, truncated towards zero.
+//!
+//! Sums, averages and products of random floats are accepted within a bound on |got − exact| that
+//! holds for every order and grouping, whether partial results are kept in `f32` or rounded to the
+//! data type at every hop. With n ranks, inputs xᵢ, unit roundoff u (2⁻¹¹ for `f16`, 2⁻⁴ for
+//! `f8e4m3`) and smallest subnormal η of the data type:
+//!
+//! | operation | bound |
+//! |---|---|
+//! | sum | E = n·u·Σ\|xᵢ\| + n·η |
+//! | avg | E/n + u·(\|Σxᵢ\| + E)/n + η |
+//! | prod | (k + 1)·u·\|Πxᵢ\|, with k = min(n, 5) ranks that hold more than ±1 |
+//!
+//! `FloatTotal::bound` in `element.rs` derives them. They hold up to 4096 ranks.
+
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+mod element;
+mod exact;
+mod pattern;
+#[cfg(test)]
+mod tests;
+
+use crossweft_device::{DataType, ReduceOp};
+use element::{Element, F8E4M3, F8E5M2, bf16, f16};
+use pattern::{Step, Task};
+
+/// How inputs are drawn; the crate documentation has the details.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pattern {
+    /// Every partial result is exact, up to 64 ranks: the result is the same bits in any order.
+    Exact,
+    /// Floats of mixed sign and magnitude, integers of any bits.
+    Random,
+}
+
+/// How many elements are wrong, and the first of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mismatches {
+    /// Number of wrong elements.
+    pub wrong: u64,
+    /// The wrong element of the lowest index.
+    pub first: Option<Mismatch>,
+}
+
+/// One wrong element.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mismatch {
+    /// Index of the element.
+    pub index: u64,
+    /// What it holds: the value and its bits.
+    pub got: String,
+    /// What it should hold, with the bound where there is one.
+    pub expected: String,
+}
+
+impl Mismatches {
+    fn add(&mut self, describe: impl FnOnce() -> Mismatch) {
+        self.wrong += 1;
+        self.first.get_or_insert_with(describe);
+    }
+}
+
+/// Elements handled at a time by the reference: its totals stay in the first-level cache.
+const BLOCK: usize = 512;
+
+/// Runs a body with `$T` bound to the element type of `$dtype`.
+macro_rules! with_element {
+    ($dtype:expr, $T:ident => $body:expr, unknown => $unknown:expr) => {
+        with_element!(@ $dtype, $T, $body, $unknown,
+            I8 i8, U8 u8, I16 i16, U16 u16, I32 i32, U32 u32, I64 i64, U64 u64,
+            F16 f16, Bf16 bf16, F32 f32, F64 f64, F8E4M3 F8E4M3, F8E5M2 F8E5M2)
+    };
+    (@ $dtype:expr, $T:ident, $body:expr, $unknown:expr, $($name:ident $element:ty),*) => {
+        match $dtype {
+            $(DataType::$name => { type $T = $element; $body })*
+            _ => $unknown,
+        }
+    };
+}
+
+/// Fills `out` with the input of `rank`: elements of `dtype` in native byte order, at any alignment.
+///
+/// The input depends on nothing but the arguments. Bytes after the last whole element are left as
+/// they are. A data type or operation newer than this crate gives zeros, which
+/// [`check_all_reduce`] then refuses.
+pub fn fill(
+    pattern: Pattern,
+    dtype: DataType,
+    op: ReduceOp,
+    seed: u64,
+    rank: u32,
+    world_size: u32,
+    out: &mut [u8],
+) {
+    let Some(task) = Task::new(pattern, op, seed, world_size) else {
+        return out.fill(0);
+    };
+    with_element!(dtype,
+        T => pattern::draw::<T>(&task, rank, 0, T::chunks_mut(out)),
+        unknown => out.fill(0));
+}
+
+/// Writes what an all-reduce gives for the elements from index `first` on: the exact result, reduced
+/// in rank order and rounded once to `dtype`.
+///
+/// What cannot be computed is left or zeroed as by [`fill`].
+pub fn reference_all_reduce(
+    pattern: Pattern,
+    dtype: DataType,
+    op: ReduceOp,
+    seed: u64,
+    world_size: u32,
+    first: u64,
+    out: &mut [u8],
+) {
+    let Some(task) = Task::new(pattern, op, seed, world_size) else {
+        return out.fill(0);
+    };
+    with_element!(dtype,
+        T => {
+            let mut totals = Totals::<T>::new(&task);
+            let mut index = first;
+            for block in T::chunks_mut(out).chunks_mut(BLOCK) {
+                for (&total, slot) in totals.of(index, block.len()).iter().zip(block.iter_mut()) {
+                    *slot = T::result(total, &task).to_bytes();
+                }
+                index += BLOCK as u64;
+            }
+        },
+        unknown => out.fill(0));
+}
+
+/// Compares the output of an all-reduce over inputs made by [`fill`] with the reference.
+///
+/// `got` is one rank's whole output. Bytes after the last whole element count as one wrong element,
+/// and so does everything of a data type or operation newer than this crate. A `world_size` of 0 is
+/// taken as 1.
+#[must_use]
+pub fn check_all_reduce(
+    pattern: Pattern,
+    dtype: DataType,
+    op: ReduceOp,
+    seed: u64,
+    world_size: u32,
+    got: &[u8],
+) -> Mismatches {
+    let Some(task) = Task::new(pattern, op, seed, world_size) else {
+        return unknown(dtype, op, got);
+    };
+    with_element!(dtype, T => check::<T>(&task, got), unknown => unknown(dtype, op, got))
+}
+
+fn check<T: Element>(task: &Task, got: &[u8]) -> Mismatches {
+    let (elements, rest) = T::chunks(got);
+    let mut totals = Totals::<T>::new(task);
+    let mut mismatches = Mismatches::default();
+    let mut first = 0;
+    for block in elements.chunks(BLOCK) {
+        let wanted = totals.of(first, block.len());
+        for ((index, &bytes), &total) in (first..).zip(block).zip(wanted) {
+            let element = T::from_bytes(bytes);
+            if !element.matches(total, task) {
+                mismatches.add(|| Mismatch {
+                    index,
+                    got: element.text(),
+                    expected: T::expectation(total, task),
+                });
+            }
+        }
+        first += block.len() as u64;
+    }
+    if !rest.is_empty() {
+        mismatches.add(|| Mismatch {
+            index: first,
+            got: format!("{} trailing bytes", rest.len()),
+            expected: "whole elements".into(),
+        });
+    }
+    mismatches
+}
+
+fn unknown(dtype: DataType, op: ReduceOp, got: &[u8]) -> Mismatches {
+    let elements = got.len().div_ceil(dtype.size()) as u64;
+    Mismatches {
+        wrong: elements,
+        first: (elements > 0).then(|| Mismatch {
+            index: 0,
+            got: format!("{elements} elements"),
+            expected: format!("nothing: crossweft-verify has no reference for {op} of {dtype}"),
+        }),
+    }
+}
+
+/// The reference results of one block of elements, with the buffers they are computed in.
+struct Totals<'a, T: Element> {
+    task: &'a Task,
+    inputs: Vec<T::Bytes>,
+    totals: Vec<T::Total>,
+}
+
+impl<'a, T: Element> Totals<'a, T> {
+    fn new(task: &'a Task) -> Self {
+        Self {
+            task,
+            inputs: Vec::with_capacity(BLOCK),
+            totals: Vec::with_capacity(BLOCK),
+        }
+    }
+
+    /// The results of `count` elements from index `first` on, reduced in rank order.
+    fn of(&mut self, first: u64, count: usize) -> &[T::Total] {
+        self.totals.clear();
+        self.inputs.resize(count, T::whole(0, false).to_bytes());
+        for rank in 0..self.task.world_size {
+            pattern::draw::<T>(self.task, rank, first, &mut self.inputs);
+            let inputs = self.inputs.iter().map(|&bytes| T::from_bytes(bytes));
+            if rank == 0 {
+                self.totals.extend(inputs.map(T::start));
+                continue;
+            }
+            let pairs = self.totals.iter_mut().zip(inputs);
+            match self.task.step {
+                Step::Add => pairs.for_each(|(total, x)| T::add(total, x)),
+                Step::Multiply => pairs.for_each(|(total, x)| T::multiply(total, x)),
+                Step::Smaller => pairs.for_each(|(total, x)| T::smaller(total, x)),
+                Step::Larger => pairs.for_each(|(total, x)| T::larger(total, x)),
+            }
+        }
+        &self.totals
+    }
+}
+
+/// A 64-bit fingerprint of `bytes`: equal for equal bytes, and different with near certainty if they
+/// differ by accident. It is not cryptographic: whoever wants a collision can make one.
+#[must_use]
+pub fn fingerprint(bytes: &[u8]) -> u64 {
+    // Four lanes, so that one word's multiplication does not wait for the word before.
+    let (blocks, rest) = bytes.as_chunks::<32>();
+    let mut lanes = [1, 2, 3, 4];
+    for block in blocks {
+        for (lane, &word) in lanes.iter_mut().zip(block.as_chunks::<8>().0) {
+            *lane = absorb(*lane, u64::from_le_bytes(word));
+        }
+    }
+    // The tail cannot be taken for zeros that were there: the length goes in as well.
+    let mut hash = bytes.len() as u64;
+    for chunk in rest.chunks(8) {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        hash = absorb(hash, u64::from_le_bytes(word));
+    }
+    pattern::mix(lanes.into_iter().fold(hash, absorb))
+}
+
+/// One step of the hash; for either argument fixed, it is a bijection of the other.
+fn absorb(hash: u64, word: u64) -> u64 {
+    let product = (hash ^ word).wrapping_mul(pattern::GAMMA);
+    // Multiplication carries upwards only; this brings the high bits back down.
+    product ^ (product >> 32)
+}
