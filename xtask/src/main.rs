@@ -1,1 +1,86 @@
-fn main() {}
+//! Project chores that cargo lacks: `cargo xtask test`, `cargo xtask lint`, `cargo xtask ci`.
+#![forbid(unsafe_code)]
+
+use std::env;
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+const USAGE: &str = "usage: cargo xtask COMMAND
+
+  test    every test: unit, property, integration, documentation, and the loom models
+  loom    only the loom models of the device protocols
+  lint    formatting, clippy, documentation, licences and advisories of dependencies
+  ci      test, then lint
+";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let result = match arguments[..] {
+        ["test"] => test(),
+        ["loom"] => loom(),
+        ["lint"] => lint(),
+        ["ci"] => test().and_then(|()| lint()),
+        _ => Err(USAGE.to_owned()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("{message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn test() -> Result<(), String> {
+    // The command-line tests run the program.
+    cargo("build everything", &["build", "--workspace", "--all-targets"], &[])?;
+    cargo("tests", &["test", "--workspace"], &[])?;
+    loom()
+}
+
+/// Every interleaving of the device protocols. Its own target folder, because the flag would
+/// otherwise rebuild the world back and forth.
+fn loom() -> Result<(), String> {
+    let flags = [("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", "target-loom")];
+    let arguments = ["test", "--release", "--package", "crossweft-device", "--test", "loom"];
+    cargo("loom models", &arguments, &flags)
+}
+
+fn lint() -> Result<(), String> {
+    cargo("formatting", &["fmt", "--all", "--check"], &[])?;
+    let clippy = ["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"];
+    cargo("clippy", &clippy, &[])?;
+    let doc = ["doc", "--workspace", "--no-deps", "--document-private-items"];
+    cargo("documentation", &doc, &[("RUSTDOCFLAGS", "--deny warnings")])?;
+    deny()
+}
+
+/// Licences, sources and duplicates of dependencies. `cargo-deny` is installed if it is missing.
+/// Advisories need a database from a host that not every network reaches, so they are apart:
+/// `cargo deny check advisories`.
+fn deny() -> Result<(), String> {
+    let installed = Command::new("cargo").args(["deny", "--version"]).output();
+    if !installed.is_ok_and(|output| output.status.success()) {
+        let install = ["install", "cargo-deny", "--locked", "--version", "0.20.2"];
+        cargo("install cargo-deny", &install, &[])?;
+    }
+    let check = ["deny", "--offline", "check", "licenses", "sources", "bans"];
+    cargo("licences and sources", &check, &[])
+}
+
+fn cargo(what: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Result<(), String> {
+    let line = format!("cargo {}", arguments.join(" "));
+    eprintln!("xtask: {what}: {line}");
+    let start = Instant::now();
+    let status = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .args(arguments)
+        .envs(environment.iter().copied())
+        .status()
+        .map_err(|e| format!("xtask: cannot run `{line}`: {e}"))?;
+    if !status.success() {
+        return Err(format!("xtask: {what} failed: `{line}` ended with {status}"));
+    }
+    eprintln!("xtask: {what}: ok in {:.0} s", start.elapsed().as_secs_f64());
+    Ok(())
+}

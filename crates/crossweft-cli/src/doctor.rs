@@ -107,7 +107,7 @@ struct Interface {
 #[derive(Debug, Serialize)]
 struct Used {
     device: &'static str,
-    ranks: usize,
+    ranks: u32,
     transport: &'static str,
     bootstrap: &'static str,
 }
@@ -134,10 +134,14 @@ pub(crate) fn inspect(root: &Path) -> Report {
     inspect_as(root, Process::this())
 }
 
-/// Ranks that a command starts unless told otherwise: one a core, and two at least, as one rank
-/// alone communicates with nobody.
-pub(crate) fn default_ranks(usable_cores: usize) -> usize {
-    usable_cores.clamp(2, 8)
+/// Ranks that a command starts unless told otherwise: the least that communicates.
+pub(crate) const DEFAULT_RANKS: u32 = 2;
+
+/// The processor and how many of its cores are usable, for the record of a measurement.
+pub(crate) fn machine_name() -> String {
+    let cpu = &inspect(Path::new("/")).cpu;
+    let model = cpu.model.as_deref().unwrap_or("unknown processor");
+    format!("{model}, {} usable cores", cpu.usable)
 }
 
 fn inspect_as(root: &Path, process: Process) -> Report {
@@ -146,7 +150,7 @@ fn inspect_as(root: &Path, process: Process) -> Report {
         version: env!("CARGO_PKG_VERSION"),
         used: Used {
             device: "cpu",
-            ranks: default_ranks(process.usable),
+            ranks: DEFAULT_RANKS,
             transport: "shared memory (memfd)",
             bootstrap: "loopback",
         },

@@ -1,1 +1,81 @@
-fn main() {}
+//! The `crossweft` command.
+//!
+//! * [`bench`]: measures a collective and checks its results.
+//! * [`doctor`]: what this machine offers and what would be used.
+//!
+//! Exit codes: 0 ok, 1 wrong result, 2 bad usage or input, 3 timeout or lost peer. Results go to
+//! standard output, everything else to standard error.
+#![forbid(unsafe_code)]
+
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use tracing_subscriber::EnvFilter;
+
+mod bench;
+mod doctor;
+mod exit;
+
+use exit::Exit;
+
+/// Communication between the GPUs, or the processes, of one job.
+#[derive(Debug, Parser)]
+#[command(name = "crossweft", version, about, after_help = EXIT_CODES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXIT_CODES: &str = "Exit codes: 0 ok, 1 wrong result, 2 bad usage or input, 3 timeout or \
+lost peer.\nCROSSWEFT_LOG=info (or debug) prints what is happening to standard error.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Measure a collective and check its results.
+    #[command(subcommand)]
+    Bench(bench::Collective),
+    /// Say what this machine offers, what is missing, and what would be used.
+    Doctor {
+        /// For people, or for programs.
+        #[arg(long, value_enum, default_value_t = Format::Table)]
+        format: Format,
+    },
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// For people.
+    Table,
+    /// One JSON object.
+    Json,
+}
+
+fn main() -> ExitCode {
+    let filter = EnvFilter::try_from_env("CROSSWEFT_LOG").unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version come this way too, and belong on standard output.
+            let code = if error.use_stderr() { Exit::Usage } else { Exit::Ok };
+            let _ = error.print();
+            return code.into();
+        }
+    };
+    match cli.command {
+        Command::Bench(collective) => bench::run(&collective).into(),
+        Command::Doctor { format } => {
+            let report = doctor::inspect(Path::new("/"));
+            let text = match format {
+                Format::Table => doctor::render(&report),
+                Format::Json => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
+            };
+            // A reader that closes early has seen enough.
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            Exit::Ok.into()
+        }
+    }
+}

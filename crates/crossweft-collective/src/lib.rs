@@ -1,1 +1,24 @@
-//! placeholder
+//! Collectives: algorithms as plans, the choice between them, and the calls people make.
+//!
+//! * [`Communicator`]: a rank's handle on the job; makes memory and prepares collectives.
+//! * [`AllReduce`]: a prepared all-reduce; picks an algorithm for each size and says why.
+//! * [`Algorithm`]: the algorithms, each a plan for any number of ranks.
+//! * [`run_in_threads`]: a whole job inside one process.
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+mod algorithm;
+mod all_reduce;
+mod communicator;
+mod error;
+mod selector;
+mod threads;
+
+pub use algorithm::Algorithm;
+pub use all_reduce::{AllReduce, AllReduceOptions, Memory};
+pub use communicator::{Communicator, CommunicatorOptions, SymmetricBuffer};
+pub use crossweft_device::{DataType, ReduceOp};
+pub use crossweft_executor::Schedule;
+pub use error::CollectiveError;
+pub use selector::{Choice, Selector};
+pub use threads::run_in_threads;

@@ -1,1 +1,19 @@
-//! placeholder
+//! The executor: prepares a plan for a job and launches it.
+//!
+//! [`Prepared::prepare`] is collective: it agrees with the other ranks on what is prepared,
+//! allocates and exchanges scratch memory and semaphores, and lays the plan out as the flat tables
+//! that device code reads ([`crossweft_device::program`]). Launching is local: it allocates nothing
+//! and talks to nobody but through channels.
+//!
+//! `unsafe` is confined to the module `launch`, which hands those tables to the device code.
+#![deny(missing_docs, unsafe_code)]
+
+mod error;
+mod launch;
+mod prepared;
+mod tables;
+
+pub use crossweft_hal::cpu::{Schedule, Stream};
+pub use error::ExecutorError;
+pub use launch::RawBuffers;
+pub use prepared::{Buffers, Options, Prepared};

@@ -20,7 +20,11 @@ pub trait Kernel: Send + Sync {
     ///
     /// # Errors
     /// Whatever the kernel reports; a stream keeps the first and skips what follows.
-    fn launch(&self, arguments: &Arguments) -> Result<(), KernelError>;
+    ///
+    /// # Safety
+    /// The arguments must be what the kernel takes; addresses among them must be valid until it
+    /// has ended.
+    unsafe fn launch(&self, arguments: &Arguments) -> Result<(), KernelError>;
 }
 
 /// An ordered queue of launches.
@@ -106,13 +110,17 @@ impl Stream {
     /// # Errors
     /// The kernel's own error if inline; otherwise the first error of earlier launches, if there
     /// is one by now (this one is then not launched).
-    pub fn launch(
+    ///
+    /// # Safety
+    /// As for [`Kernel::launch`].
+    pub unsafe fn launch(
         &self,
         kernel: &Arc<impl Kernel + 'static>,
         arguments: &Arguments,
     ) -> Result<(), KernelError> {
         let Some(worker) = &self.worker else {
-            return kernel.launch(arguments);
+            // SAFETY: the caller's promise.
+            return unsafe { kernel.launch(arguments) };
         };
         {
             let mut progress = worker.state.lock();
@@ -171,7 +179,8 @@ fn run(launches: &Receiver<(Arc<dyn Kernel>, Arguments)>, state: &State) {
         let result = if failed {
             Ok(())
         } else {
-            kernel.launch(&arguments)
+            // SAFETY: whoever put it into the queue promised.
+            unsafe { kernel.launch(&arguments) }
         };
         let mut progress = state.lock();
         progress.finished += 1;
@@ -199,7 +208,7 @@ mod tests {
     struct Log(Mutex<Vec<u64>>);
 
     impl Kernel for Log {
-        fn launch(&self, arguments: &Arguments) -> Result<(), KernelError> {
+        unsafe fn launch(&self, arguments: &Arguments) -> Result<(), KernelError> {
             assert_ne!(arguments[0], 99, "on purpose");
             if arguments[0] == 7 {
                 return Err(Arc::new(HalError::Import {
@@ -220,7 +229,8 @@ mod tests {
         for stream in [Stream::inline(), Stream::worker().unwrap()] {
             let log = Arc::new(Log(Mutex::default()));
             for n in 0..5 {
-                stream.launch(&log, &args(n)).unwrap();
+                // SAFETY: `Log` takes any numbers.
+                unsafe { stream.launch(&log, &args(n)) }.unwrap();
             }
             stream.synchronize().unwrap();
             assert_eq!(*log.0.lock().unwrap(), [0, 1, 2, 3, 4]);
@@ -235,7 +245,8 @@ mod tests {
     fn a_panic_on_the_worker_is_an_error_not_a_hang() {
         let stream = Stream::worker().unwrap();
         let log = Arc::new(Log(Mutex::default()));
-        stream.launch(&log, &args(99)).unwrap();
+        // SAFETY: `Log` takes any numbers.
+        unsafe { stream.launch(&log, &args(99)) }.unwrap();
         assert!(stream.synchronize().is_err());
     }
 }

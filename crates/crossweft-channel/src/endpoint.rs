@@ -1,0 +1,264 @@
+//! One rank's end of a job.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
+
+use crossweft_hal::cpu::{Bell, Context, SharedMemory, Supervisor, cores};
+use crossweft_net::Group;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::registered::Registry;
+use crate::{ChannelError, RegisteredMemory};
+
+/// The bootstrap group together with the memory through which ranks of a host wake each other.
+#[derive(Debug)]
+pub struct Endpoint {
+    group: Arc<Group>,
+    registry: Arc<Registry>,
+    next_key: AtomicU64,
+    next_number: AtomicU32,
+    bells: Bells,
+    spin: bool,
+}
+
+#[derive(Debug)]
+struct Bells {
+    all: Vec<Bell>,
+    own: Bell,
+    /// What the bells lie in.
+    _memory: Vec<SharedMemory>,
+}
+
+impl Endpoint {
+    /// Sets up this rank's end. Collective; blocks until every rank has called it, at most until
+    /// `deadline`.
+    ///
+    /// # Errors
+    /// [`ChannelError`]: a peer died or was late, or there is no memory.
+    pub fn new(group: Arc<Group>, deadline: Instant) -> Result<Arc<Self>, ChannelError> {
+        let what = "setting up the endpoints";
+        // The first bell is this rank's, the second stands in for ranks that cannot be woken.
+        let control = SharedMemory::create(2 * Bell::BYTES).map_err(ChannelError::memory(what))?;
+        let own_rank = group.rank();
+        let mapped = share(&group, 0, &control, what, deadline);
+        let mapped = settle(&group, mapped, what, deadline);
+        group.withdraw_fd(0);
+        let (_, mapped) = mapped?;
+
+        // SAFETY: both lie in `control` (two bells long, page-aligned, zeroed), which the endpoint
+        // keeps mapped for as long as it hands out bells.
+        let (own, nobody) = unsafe {
+            (
+                Bell::at(control.addr()),
+                Bell::at(control.addr() + Bell::BYTES),
+            )
+        };
+        let all = (0..)
+            .zip(&mapped)
+            .map(|(rank, peer)| match peer {
+                // A proxy thread wakes the kernels of its own rank.
+                _ if rank == own_rank => own,
+                // SAFETY: as above, in the mapping of the peer's control memory.
+                Some(memory) => unsafe { Bell::at(memory.addr()) },
+                None => nobody,
+            })
+            .collect();
+        let memory = mapped.into_iter().flatten().chain([control]).collect();
+        let spin = group.local_size() as usize <= cores();
+        let bells = Bells {
+            all,
+            own,
+            _memory: memory,
+        };
+        Ok(Arc::new(Self {
+            group,
+            registry: Arc::default(),
+            next_key: AtomicU64::new(1),
+            next_number: AtomicU32::new(0),
+            bells,
+            spin,
+        }))
+    }
+
+    /// This rank.
+    #[must_use]
+    pub fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.group.world_size()
+    }
+
+    /// The bootstrap group.
+    #[must_use]
+    pub fn group(&self) -> &Arc<Group> {
+        &self.group
+    }
+
+    /// Whether `rank`'s memory can be mapped here.
+    #[must_use]
+    pub fn is_mappable(&self, rank: u32) -> bool {
+        self.group.is_same_host(rank)
+    }
+
+    /// What launches on the CPU device need, with `supervisor` to end their waits.
+    #[must_use]
+    pub fn context<'a>(&'a self, supervisor: &'a dyn Supervisor) -> Context<'a> {
+        Context {
+            supervisor,
+            bell: Some(self.bells.own),
+            peers: &self.bells.all,
+            spin: self.spin,
+        }
+    }
+
+    /// Makes `memory` of every rank known to all ranks, and maps that of the ranks on this host.
+    /// Collective; `what` says what for, in messages.
+    ///
+    /// # Errors
+    /// [`ChannelError`]; [`ChannelError::Mismatch`] if sizes differ between ranks.
+    pub fn register(
+        &self,
+        memory: SharedMemory,
+        what: &str,
+        deadline: Instant,
+    ) -> Result<Arc<RegisteredMemory>, ChannelError> {
+        self.agree(&format!("{} bytes", memory.bytes()), what, deadline)?;
+        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
+        let registered = share(&self.group, key, &memory, what, deadline).map(|(keys, peers)| {
+            let rank = self.rank();
+            RegisteredMemory::new(rank, memory, keys, peers, &self.registry)
+        });
+        let registered = settle(&self.group, registered, what, deadline);
+        self.group.withdraw_fd(key);
+        registered
+    }
+
+    /// This rank's registered memories, by the keys that peers know them by.
+    pub(crate) fn registry(&self) -> &Arc<Registry> {
+        &self.registry
+    }
+
+    /// A number for messages, the same on every rank if all ask in the same order.
+    pub(crate) fn number(&self) -> u32 {
+        self.next_number.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Collects a value of every rank, in rank order. Collective.
+    ///
+    /// # Errors
+    /// [`ChannelError`]: a peer died or was late, or sent something else.
+    pub fn exchange<T: Serialize + DeserializeOwned>(
+        &self,
+        value: &T,
+        what: &str,
+        deadline: Instant,
+    ) -> Result<Vec<T>, ChannelError> {
+        exchange(&self.group, value, what, deadline)
+    }
+
+    /// Makes sure that every rank says the same. Collective.
+    ///
+    /// # Errors
+    /// [`ChannelError::Mismatch`] with the first rank that says something else.
+    pub fn agree(
+        &self,
+        statement: &str,
+        what: &str,
+        deadline: Instant,
+    ) -> Result<(), ChannelError> {
+        let all: Vec<String> = self.exchange(&statement.to_owned(), what, deadline)?;
+        match (0..).zip(all).find(|(_, theirs)| theirs != statement) {
+            None => Ok(()),
+            Some((rank, theirs)) => Err(ChannelError::Mismatch {
+                what: what.to_owned(),
+                rank,
+                theirs,
+                own_rank: self.rank(),
+                ours: statement.to_owned(),
+            }),
+        }
+    }
+}
+
+fn exchange<T: Serialize + DeserializeOwned>(
+    group: &Group,
+    value: &T,
+    what: &str,
+    deadline: Instant,
+) -> Result<Vec<T>, ChannelError> {
+    let garbled = |rank: u32, error: postcard::Error| ChannelError::Mismatch {
+        what: what.to_owned(),
+        rank,
+        theirs: format!("something unreadable ({error})"),
+        own_rank: group.rank(),
+        ours: std::any::type_name::<T>().to_owned(),
+    };
+    let bytes = postcard::to_allocvec(value).map_err(|e| garbled(group.rank(), e))?;
+    let all = group
+        .all_gather(&bytes, deadline)
+        .map_err(ChannelError::bootstrap(what))?;
+    (0..)
+        .zip(all)
+        .map(|(rank, bytes)| postcard::from_bytes(&bytes).map_err(|e| garbled(rank, e)))
+        .collect()
+}
+
+/// Offers `memory` under `key` and maps what the ranks of this host offer. Returns the keys of all
+/// ranks. The offer must stand until all have [settled](settle).
+#[expect(clippy::type_complexity, reason = "two lists, in rank order")]
+fn share(
+    group: &Group,
+    key: u64,
+    memory: &SharedMemory,
+    what: &str,
+    deadline: Instant,
+) -> Result<(Vec<u64>, Vec<Option<SharedMemory>>), ChannelError> {
+    group
+        .offer_fd(key, memory.fd())
+        .map_err(ChannelError::bootstrap(what))?;
+    // Offered before it is announced, so no request can come too early, whatever the order.
+    let announced = exchange(group, &(key, memory.bytes()), what, deadline)?;
+    let map = |rank: u32, (key, bytes)| {
+        if rank == group.rank() || !group.is_same_host(rank) {
+            return Ok(None);
+        }
+        let fd = group
+            .fetch_fd(rank, key, deadline)
+            .map_err(ChannelError::bootstrap(what))?;
+        SharedMemory::import(fd, bytes)
+            .map(Some)
+            .map_err(ChannelError::memory(what))
+    };
+    let mapped: Result<_, _> = (0..)
+        .zip(&announced)
+        .map(|(rank, &announced)| map(rank, announced))
+        .collect();
+    Ok((announced.iter().map(|&(key, _)| key).collect(), mapped?))
+}
+
+/// Returns when every rank has come to an outcome; all fail if one has failed. Afterwards nobody
+/// needs what this rank offered.
+fn settle<T>(
+    group: &Group,
+    outcome: Result<T, ChannelError>,
+    what: &str,
+    deadline: Instant,
+) -> Result<T, ChannelError> {
+    let reason = outcome.as_ref().err().map(ToString::to_string);
+    let reasons = exchange(group, &reason, what, deadline);
+    let outcome = outcome?;
+    match (0..).zip(reasons?).find_map(|(r, reason)| Some((r, reason?))) {
+        None => Ok(outcome),
+        Some((rank, reason)) => Err(ChannelError::PeerFailed {
+            what: what.to_owned(),
+            rank,
+            reason,
+        }),
+    }
+}

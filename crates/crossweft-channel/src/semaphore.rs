@@ -1,0 +1,182 @@
+//! Semaphores between this rank and its peers, made all at once.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crossweft_device::semaphore::Semaphore;
+use crossweft_hal::cpu::SharedMemory;
+
+use crate::shared::{LINE, Lines};
+use crate::{ChannelError, Endpoint, RegisteredMemory};
+
+/// One semaphore for each of this rank's channels, in the order in which they were listed.
+///
+/// The `k`-th channel that rank `a` lists with rank `b` is paired with the `k`-th that `b` lists with
+/// `a`, whatever stands between them, so no order of listing can deadlock or cross two pairs.
+/// Device handles are valid for as long as the pool.
+#[derive(Debug)]
+pub struct SemaphorePool {
+    /// Counters that peers add to, a cache line each, in channel order.
+    inbound: Arc<RegisteredMemory>,
+    /// Waits done, a cache line each.
+    expected: Lines,
+    channels: Vec<Pairing>,
+}
+
+/// The other end of a channel.
+#[derive(Clone, Copy, Debug)]
+struct Pairing {
+    peer: u32,
+    /// The channel's index in the peer's list.
+    index: u64,
+}
+
+impl SemaphorePool {
+    /// Makes the semaphores of all channels of all ranks. Collective; `channels` names the peer of
+    /// each of this rank's channels.
+    ///
+    /// # Errors
+    /// [`ChannelError::Mismatch`] on every rank if two ranks list a different number of channels with
+    /// each other, [`ChannelError::NoSuchRank`] on every rank if one lists a rank that does not
+    /// exist; otherwise a failure of the bootstrap or of memory.
+    pub fn new(
+        endpoint: &Arc<Endpoint>,
+        channels: &[u32],
+        deadline: Instant,
+    ) -> Result<Self, ChannelError> {
+        let what = "creating semaphores";
+        let lists = endpoint.exchange(&channels.to_vec(), what, deadline)?;
+        check(&lists, endpoint.rank(), what)?;
+        let channels = pair(&lists, endpoint.rank());
+        // Registered memory has one size on all ranks.
+        let lines = lists.iter().map(Vec::len).max().unwrap_or(0);
+        let memory =
+            SharedMemory::create(lines as u64 * LINE).map_err(ChannelError::memory(what))?;
+        Ok(Self {
+            inbound: endpoint.register(memory, what, deadline)?,
+            expected: Lines::new(channels.len()),
+            channels,
+        })
+    }
+
+    /// Number of channels of this rank.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.channels.len()
+    }
+
+    /// Whether this rank has no channels.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.channels.is_empty()
+    }
+
+    /// The device handle of this rank's channel `index`. Its `outbound` is 0 if the peer's memory
+    /// cannot be mapped here; only a proxy can then signal the peer.
+    ///
+    /// # Panics
+    /// If there is no such channel, as with a slice.
+    #[must_use]
+    pub fn handle(&self, index: usize) -> Semaphore {
+        let Pairing { peer, index: there } = self.channels[index];
+        Semaphore {
+            inbound: self.inbound.local().addr() + index as u64 * LINE,
+            outbound: self
+                .inbound
+                .addr(peer)
+                .map_or(0, |base| base + there * LINE),
+            expected: self.expected.addr(index),
+            peer,
+            channel: u32::try_from(index).unwrap_or(u32::MAX),
+        }
+    }
+}
+
+/// Whether the lists of all ranks fit together; the same on every rank, but for the pair that is
+/// named: one with `own_rank`, where there is one.
+fn check(lists: &[Vec<u32>], own_rank: u32, what: &str) -> Result<(), ChannelError> {
+    let world_size = u32::try_from(lists.len()).unwrap_or(u32::MAX);
+    for (rank, list) in (0..).zip(lists) {
+        if let Some(&peer) = list.iter().find(|&&peer| peer >= world_size) {
+            return Err(ChannelError::NoSuchRank {
+                rank,
+                peer,
+                world_size,
+            });
+        }
+    }
+    let count = |from: u32, to: u32| {
+        let list = &lists[from as usize];
+        list.iter().filter(|&&peer| peer == to).count()
+    };
+    let own_first = std::iter::once(own_rank).chain((0..world_size).filter(|&r| r != own_rank));
+    for a in own_first {
+        for b in 0..world_size {
+            let (ours, theirs) = (count(a, b), count(b, a));
+            if ours != theirs {
+                return Err(ChannelError::Mismatch {
+                    what: what.to_owned(),
+                    rank: b,
+                    theirs: format!("{theirs} channels with rank {a}"),
+                    own_rank: a,
+                    ours: format!("{ours} channels with rank {b}"),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The other ends of `own_rank`'s channels, from lists that fit together.
+fn pair(lists: &[Vec<u32>], own_rank: u32) -> Vec<Pairing> {
+    // For each peer, where it lists a channel with this rank, in its order.
+    let mut ends: Vec<_> = lists
+        .iter()
+        .map(|list| {
+            (0..)
+                .zip(list)
+                .filter(|&(_, &peer)| peer == own_rank)
+                .map(|(index, _)| index)
+        })
+        .collect();
+    lists[own_rank as usize]
+        .iter()
+        .filter_map(|&peer| {
+            let index = ends[peer as usize].next()?;
+            Some(Pairing { peer, index })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kth_pairs_with_the_kth_in_any_order() {
+        let lists = [vec![1, 2, 1], vec![2, 0, 0], vec![0, 1]];
+        check(&lists, 0, "t").unwrap();
+        let ends = |rank: u32| -> Vec<_> {
+            let pairs = pair(&lists, rank);
+            pairs.iter().map(|p| (p.peer, p.index)).collect()
+        };
+        assert_eq!(ends(0), [(1, 1), (2, 0), (1, 2)]);
+        assert_eq!(ends(1), [(2, 1), (0, 0), (0, 2)]);
+        assert_eq!(ends(2), [(0, 1), (1, 0)]);
+    }
+
+    #[test]
+    fn a_missing_end_is_named_by_all() {
+        let lists = [vec![1, 1], vec![0], vec![]];
+        for (rank, words) in [
+            (0, "rank 1 says 1 channels with rank 0, rank 0 says 2"),
+            (1, "rank 0 says 2 channels with rank 1, rank 1 says 1"),
+            (2, "rank 1 says 1 channels with rank 0, rank 0 says 2"),
+        ] {
+            let error = check(&lists, rank, "t").unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        let error = check(&[vec![7]], 0, "t").unwrap_err().to_string();
+        assert!(error.contains("rank 7"), "{error}");
+    }
+}

@@ -1,0 +1,161 @@
+//! Tables and JSON.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use super::options::{AllReduce, Buffers};
+
+/// One size's result.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Row {
+    /// Size of the message.
+    pub(crate) bytes: u64,
+    /// Elements.
+    pub(crate) count: u64,
+    /// Their type.
+    pub(crate) dtype: &'static str,
+    /// The reduce operation.
+    pub(crate) op: &'static str,
+    /// The algorithm chosen.
+    pub(crate) algorithm: &'static str,
+    /// Timed calls.
+    pub(crate) iterations: usize,
+    /// Mean time of a call, in microseconds, of the slowest rank each time.
+    pub(crate) time_us_mean: f64,
+    /// The same, median.
+    pub(crate) time_us_p50: f64,
+    /// The same, least.
+    pub(crate) time_us_min: f64,
+    /// Message bytes by median time.
+    pub(crate) algbw_gbs: f64,
+    /// Bytes that a link must carry by median time, whatever the algorithm: `2 (n - 1) / n` of it.
+    pub(crate) busbw_gbs: f64,
+    /// Wrong elements over all ranks, of exact and of random inputs; differing bits count too.
+    pub(crate) wrong: u64,
+}
+
+impl Row {
+    /// A row from the times of each call in microseconds.
+    pub(crate) fn new(
+        options: &AllReduce,
+        world_size: u32,
+        bytes: u64,
+        algorithm: &'static str,
+        mut times: Vec<f64>,
+        wrong: u64,
+    ) -> Self {
+        times.sort_by(f64::total_cmp);
+        let p50 = times.get(times.len() / 2).copied().unwrap_or(0.0);
+        let min = times.first().copied().unwrap_or(0.0);
+        let mean = times.iter().sum::<f64>() / times.len().max(1) as f64;
+        // Bytes per microsecond are MB/s.
+        let algbw = if p50 > 0.0 { bytes as f64 / p50 / 1000.0 } else { 0.0 };
+        let n = f64::from(world_size);
+        Self {
+            bytes,
+            count: bytes / options.dtype.size() as u64,
+            dtype: options.dtype.name(),
+            op: options.op.name(),
+            algorithm,
+            iterations: times.len(),
+            time_us_mean: mean,
+            time_us_p50: p50,
+            time_us_min: min,
+            algbw_gbs: algbw,
+            busbw_gbs: algbw * 2.0 * (n - 1.0) / n,
+            wrong,
+        }
+    }
+
+    /// The row of the table.
+    pub(crate) fn line(&self) -> String {
+        let Self { bytes, count, dtype, op, algorithm, wrong, .. } = self;
+        format!(
+            "{bytes:>12} {count:>12} {dtype:>7} {op:>5} {:>10.2} {:>7.2} {:>7.2} {wrong:>7}  {algorithm:<16}{:>10.2} {:>10.2}",
+            self.time_us_mean, self.algbw_gbs, self.busbw_gbs, self.time_us_p50, self.time_us_min
+        )
+    }
+}
+
+/// The facts that hold for all rows.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Header {
+    /// The collective.
+    pub(crate) collective: &'static str,
+    /// Version of this program.
+    pub(crate) version: &'static str,
+    /// The device.
+    pub(crate) device: &'static str,
+    /// Number of ranks.
+    pub(crate) ranks: u32,
+    /// What they are.
+    pub(crate) started_as: String,
+    /// The processor, and how many of its cores are usable.
+    pub(crate) machine: String,
+    /// Whether the output is the input.
+    pub(crate) in_place: bool,
+    /// Where buffers lie.
+    pub(crate) buffers: &'static str,
+    /// What was chosen, and why.
+    pub(crate) chosen: String,
+}
+
+impl Header {
+    /// The facts of a run.
+    pub(crate) fn new(
+        options: &AllReduce,
+        ranks: u32,
+        started_as: &str,
+        chosen: String,
+    ) -> Self {
+        Self {
+            collective: "all_reduce",
+            version: env!("CARGO_PKG_VERSION"),
+            device: "cpu",
+            ranks,
+            started_as: started_as.to_owned(),
+            machine: crate::doctor::machine_name(),
+            in_place: options.in_place,
+            buffers: match options.buffers {
+                Buffers::Symmetric => "symmetric",
+                Buffers::Private => "private",
+            },
+            chosen,
+        }
+    }
+
+    /// The lines above the table.
+    pub(crate) fn lines(&self) -> String {
+        let Self { ranks, started_as, device, buffers, chosen, machine, version, .. } = self;
+        let place = if self.in_place { "in place" } else { "out of place" };
+        let mut text = String::new();
+        let _ = writeln!(
+            text,
+            "# crossweft {version} all-reduce: {ranks} ranks ({started_as}) on {device}, {buffers} buffers, {place}"
+        );
+        let _ = writeln!(text, "# machine: {machine}");
+        let _ = writeln!(text, "# chosen: {chosen}");
+        let _ = writeln!(
+            text,
+            "#{:>11} {:>12} {:>7} {:>5} {:>10} {:>7} {:>7} {:>7}  {:<16}{:>10} {:>10}",
+            "size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "algorithm", "p50", "min"
+        );
+        let _ = write!(
+            text,
+            "#{:>11} {:>12} {:>7} {:>5} {:>10} {:>7} {:>7} {:>7}  {:<16}{:>10} {:>10}",
+            "(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "", "(us)", "(us)"
+        );
+        text
+    }
+}
+
+/// The JSON object.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    /// What holds for all rows.
+    #[serde(flatten)]
+    pub(crate) header: Header,
+    /// One for each size.
+    pub(crate) rows: Vec<Row>,
+}
