@@ -253,7 +253,10 @@ fn settle<T>(
     let reason = outcome.as_ref().err().map(ToString::to_string);
     let reasons = exchange(group, &reason, what, deadline);
     let outcome = outcome?;
-    match (0..).zip(reasons?).find_map(|(r, reason)| Some((r, reason?))) {
+    match (0..)
+        .zip(reasons?)
+        .find_map(|(r, reason)| Some((r, reason?)))
+    {
         None => Ok(outcome),
         Some((rank, reason)) => Err(ChannelError::PeerFailed {
             what: what.to_owned(),

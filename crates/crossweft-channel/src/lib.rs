@@ -3,20 +3,40 @@
 //! * [`Endpoint`]: one rank's end of a job, on which everything else is made.
 //! * [`RegisteredMemory`]: one memory a rank, mapped by the others.
 //! * [`SemaphorePool`]: signals between this rank and its peers, a semaphore a channel.
+//! * [`MemoryChannel`]: the kernel writes a peer's memory itself.
+//! * [`PortChannel`]: a proxy thread ([`ProxyService`]) does it, over mapped memory or TCP.
+//! * [`SwitchChannel`]: reduce from, and broadcast to, the memory of a whole group.
 //! * [`Guard`]: what ends a wait (abort, a dead peer, the caller's deadline) and says why.
 //!
-//! Making things is collective and may block, up to a deadline; using them is local.
+//! Making things is collective and may block, up to a deadline; using them is local. The owners made
+//! here hand out `repr(C)` handles, which kernels use through `crossweft-device`; a handle is valid for
+//! as long as its owner.
+//!
+//! Inside: `shared` is the only module that touches shared memory, but for the bells in `endpoint`;
+//! `transport` is how a proxy reaches a peer, `tcp` and `frame` are the way over a network, `ids`
+//! numbers what triggers name.
 #![deny(missing_docs)]
 
 mod endpoint;
 mod error;
+mod frame;
 mod guard;
+mod ids;
+mod memory_channel;
+mod port;
 mod registered;
 mod semaphore;
 mod shared;
+mod switch;
+mod tcp;
+mod transport;
 
 pub use endpoint::Endpoint;
 pub use error::ChannelError;
 pub use guard::{Guard, StopCause};
+pub use memory_channel::MemoryChannel;
+pub use port::{Carrier, Flow, PortChannel, ProxyOptions, ProxyService};
 pub use registered::RegisteredMemory;
 pub use semaphore::SemaphorePool;
+pub use switch::SwitchChannel;
+pub use transport::TransportChoice;

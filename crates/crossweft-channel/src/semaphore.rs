@@ -90,6 +90,12 @@ impl SemaphorePool {
             channel: u32::try_from(index).unwrap_or(u32::MAX),
         }
     }
+
+    /// The peer of channel `index`, and the place of the counter that it waits on.
+    pub(crate) fn outbound(&self, index: usize) -> (u32, &Arc<RegisteredMemory>, u64) {
+        let Pairing { peer, index: there } = self.channels[index];
+        (peer, &self.inbound, there * LINE)
+    }
 }
 
 /// Whether the lists of all ranks fit together; the same on every rank, but for the pair that is

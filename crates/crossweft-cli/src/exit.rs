@@ -47,7 +47,11 @@ impl Exit {
             Self::Usage => 2,
             Self::Wrong => 3,
         };
-        if weight(other) > weight(self) { other } else { self }
+        if weight(other) > weight(self) {
+            other
+        } else {
+            self
+        }
     }
 }
 
@@ -59,6 +63,10 @@ impl From<Exit> for ExitCode {
 
 impl From<&CollectiveError> for Exit {
     fn from(error: &CollectiveError) -> Self {
-        if error.is_lost_peer_or_timeout() { Self::Lost } else { Self::Usage }
+        if error.is_lost_peer_or_timeout() {
+            Self::Lost
+        } else {
+            Self::Usage
+        }
     }
 }

@@ -55,12 +55,19 @@ pub(crate) enum Format {
 
 fn main() -> ExitCode {
     let filter = EnvFilter::try_from_env("CROSSWEFT_LOG").unwrap_or_else(|_| "warn".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version come this way too, and belong on standard output.
-            let code = if error.use_stderr() { Exit::Usage } else { Exit::Ok };
+            let code = if error.use_stderr() {
+                Exit::Usage
+            } else {
+                Exit::Ok
+            };
             let _ = error.print();
             return code.into();
         }

@@ -25,7 +25,12 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::OneShot, Self::TwoShot, Self::TwoShotStaged, Self::Ring];
+    pub const ALL: [Self; 4] = [
+        Self::OneShot,
+        Self::TwoShot,
+        Self::TwoShotStaged,
+        Self::Ring,
+    ];
 
     /// The name in tables and on the command line.
     #[must_use]
@@ -41,7 +46,9 @@ impl Algorithm {
     /// The algorithm of that [`name`](Self::name).
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+        Self::ALL
+            .into_iter()
+            .find(|algorithm| algorithm.name() == name)
     }
 
     /// Whether buffers must lie in registered memory.
@@ -102,7 +109,8 @@ fn copy(name: &str, blocks: u32) -> Result<Plan, PlanError> {
     let mut b = Builder::new(name, Collective::AllReduce, 1, blocks, 1);
     for block in 0..blocks {
         let part = Chunks::new(0, 1).sliced(block, blocks);
-        b.at(0, block).transfer(part, input(0, 0), vec![output(0, 0)]);
+        b.at(0, block)
+            .transfer(part, input(0, 0), vec![output(0, 0)]);
     }
     b.finish()
 }
@@ -120,7 +128,13 @@ fn one_shot(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
             let to = peers(rank, ranks).map(|peer| packets(peer, rank)).collect();
             // In rank order on every rank: the same bits everywhere.
             let from = (0..ranks)
-                .map(|q| if q == rank { input(rank, 0) } else { packets(rank, q) })
+                .map(|q| {
+                    if q == rank {
+                        input(rank, 0)
+                    } else {
+                        packets(rank, q)
+                    }
+                })
                 .collect();
             b.at(rank, block)
                 .transfer(part, input(rank, 0), to)
@@ -174,8 +188,14 @@ fn two_shot(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
 /// result of the current one (first kind of slot), or needs this rank's input of the next one
 /// (second kind).
 fn two_shot_staged(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
-    let mut b = Builder::new("two-shot-staged", Collective::AllReduce, ranks, blocks, ranks)
-        .scratch(2 * ranks, false);
+    let mut b = Builder::new(
+        "two-shot-staged",
+        Collective::AllReduce,
+        ranks,
+        blocks,
+        ranks,
+    )
+    .scratch(2 * ranks, false);
     let channels = connect_all(&mut b, ranks, blocks);
     for rank in 0..ranks {
         for block in 0..blocks {
@@ -186,14 +206,28 @@ fn two_shot_staged(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
                 ops.transfer(part(peer), input(rank, peer), vec![scratch(peer, rank)]);
             }
             let from = (0..ranks)
-                .map(|q| if q == rank { input(rank, rank) } else { scratch(rank, q) })
+                .map(|q| {
+                    if q == rank {
+                        input(rank, rank)
+                    } else {
+                        scratch(rank, q)
+                    }
+                })
                 .collect();
             let to = std::iter::once(output(rank, rank))
                 .chain(peers(rank, ranks).map(|peer| scratch(peer, ranks + rank)))
                 .collect();
-            ops.signal(all).wait(all).reduce_last(part(rank), from, to).signal(all).wait(all);
+            ops.signal(all)
+                .wait(all)
+                .reduce_last(part(rank), from, to)
+                .signal(all)
+                .wait(all);
             for peer in peers(rank, ranks) {
-                ops.transfer(part(peer), scratch(rank, ranks + peer), vec![output(rank, peer)]);
+                ops.transfer(
+                    part(peer),
+                    scratch(rank, ranks + peer),
+                    vec![output(rank, peer)],
+                );
             }
         }
     }
@@ -208,11 +242,10 @@ fn two_shot_staged(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
 /// next call.
 fn ring(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
     let last = ranks - 1;
-    let mut b = Builder::new("ring", Collective::AllReduce, ranks, blocks, ranks)
-        .scratch(2 * last, false);
+    let mut b =
+        Builder::new("ring", Collective::AllReduce, ranks, blocks, ranks).scratch(2 * last, false);
     for block in 0..blocks {
-        let (mut to_next, mut from_previous) =
-            (vec![0; ranks as usize], vec![0; ranks as usize]);
+        let (mut to_next, mut from_previous) = (vec![0; ranks as usize], vec![0; ranks as usize]);
         for rank in 0..ranks {
             let next = (rank + 1) % ranks;
             let (out, into) = b.connect(rank, next);
@@ -220,21 +253,25 @@ fn ring(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
         }
         for rank in 0..ranks {
             let next = (rank + 1) % ranks;
-            let (signal, wait) =
-                ([to_next[rank as usize]], [from_previous[rank as usize]]);
+            let (signal, wait) = ([to_next[rank as usize]], [from_previous[rank as usize]]);
             let chunk = |back: u32| (rank + 2 * ranks - back) % ranks;
             let part = |chunk| Chunks::new(chunk, 1).sliced(block, blocks);
             let mut ops = b.at(rank, block);
-            ops.transfer(part(rank), input(rank, rank), vec![scratch(next, 0)]).signal(&signal);
+            ops.transfer(part(rank), input(rank, rank), vec![scratch(next, 0)])
+                .signal(&signal);
             for step in 1..last {
                 let c = chunk(step);
                 let from = vec![scratch(rank, step - 1), input(rank, c)];
-                ops.wait(&wait).reduce(part(c), from, vec![scratch(next, step)]).signal(&signal);
+                ops.wait(&wait)
+                    .reduce(part(c), from, vec![scratch(next, step)])
+                    .signal(&signal);
             }
             let c = chunk(last);
             let from = vec![scratch(rank, last - 1), input(rank, c)];
             let to = vec![output(rank, c), scratch(next, last)];
-            ops.wait(&wait).reduce_last(part(c), from, to).signal(&signal);
+            ops.wait(&wait)
+                .reduce_last(part(c), from, to)
+                .signal(&signal);
             for step in 1..last {
                 let c = chunk(last + step);
                 let from = scratch(rank, last + step - 1);
@@ -243,7 +280,8 @@ fn ring(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
             }
             let c = chunk(2 * last);
             let from = scratch(rank, 2 * last - 1);
-            ops.wait(&wait).transfer(part(c), from, vec![output(rank, c)]);
+            ops.wait(&wait)
+                .transfer(part(c), from, vec![output(rank, c)]);
         }
     }
     b.finish()

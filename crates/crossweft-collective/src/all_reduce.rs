@@ -64,7 +64,10 @@ impl AllReduceOptions {
     /// Buffers in symmetric memory.
     #[must_use]
     pub fn symmetric(mut self, input: &SymmetricBuffer, output: &SymmetricBuffer) -> Self {
-        self.memory = Memory::Symmetric { input: input.clone(), output: output.clone() };
+        self.memory = Memory::Symmetric {
+            input: input.clone(),
+            output: output.clone(),
+        };
         self
     }
 
@@ -99,8 +102,15 @@ impl AllReduce {
         communicator: &Communicator,
         options: AllReduceOptions,
     ) -> Result<Self, CollectiveError> {
-        let AllReduceOptions { dtype, op, max_bytes, memory, algorithm, blocks, schedule } =
-            options;
+        let AllReduceOptions {
+            dtype,
+            op,
+            max_bytes,
+            memory,
+            algorithm,
+            blocks,
+            schedule,
+        } = options;
         let world_size = communicator.world_size();
         let symmetric = matches!(memory, Memory::Symmetric { .. });
         let selector = match algorithm {
@@ -112,9 +122,10 @@ impl AllReduce {
         };
         let buffers = match &memory {
             Memory::Private => Buffers::Private,
-            Memory::Symmetric { input, output } => {
-                Buffers::Registered { input: input.registered(), output: output.registered() }
-            }
+            Memory::Symmetric { input, output } => Buffers::Registered {
+                input: input.registered(),
+                output: output.registered(),
+            },
         };
         let deadline = Instant::now() + communicator.timeout();
         let prepared = selector
@@ -124,10 +135,20 @@ impl AllReduce {
                 let plan = choice.algorithm.plan(world_size, blocks)?;
                 let mut options = Options::new(dtype, op, choice.piece);
                 (options.buffers, options.schedule) = (buffers.clone(), schedule);
-                Ok(Prepared::prepare(communicator.endpoint(), &plan, options, deadline)?)
+                Ok(Prepared::prepare(
+                    communicator.endpoint(),
+                    &plan,
+                    options,
+                    deadline,
+                )?)
             })
             .collect::<Result<_, CollectiveError>>()?;
-        Ok(Self { communicator: communicator.clone(), dtype, selector, prepared })
+        Ok(Self {
+            communicator: communicator.clone(),
+            dtype,
+            selector,
+            prepared,
+        })
     }
 
     /// Reduces private buffers of equal length. Blocks until `output` is complete.
@@ -203,12 +224,18 @@ impl AllReduce {
         }
         // Here, so that no piece of a message is reduced before a bad tail is found.
         if !bytes.is_multiple_of(self.dtype.size() as u64) {
-            return Err(self.usage(format!("{bytes} bytes are no whole number of {}", self.dtype)));
+            return Err(self.usage(format!(
+                "{bytes} bytes are no whole number of {}",
+                self.dtype
+            )));
         }
         Ok((&self.prepared[index], (choice.piece as usize).max(1)))
     }
 
     fn usage(&self, reason: String) -> CollectiveError {
-        CollectiveError::Usage { rank: self.communicator.rank(), reason }
+        CollectiveError::Usage {
+            rank: self.communicator.rank(),
+            reason,
+        }
     }
 }

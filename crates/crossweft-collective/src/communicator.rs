@@ -20,7 +20,9 @@ pub struct CommunicatorOptions {
 
 impl Default for CommunicatorOptions {
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(600) }
+        Self {
+            timeout: Duration::from_secs(600),
+        }
     }
 }
 
@@ -36,10 +38,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`CollectiveError`]: a peer died or was late, or there is no memory.
-    pub fn new(
-        group: Arc<Group>,
-        options: CommunicatorOptions,
-    ) -> Result<Self, CollectiveError> {
+    pub fn new(group: Arc<Group>, options: CommunicatorOptions) -> Result<Self, CollectiveError> {
         let endpoint = Endpoint::new(group, Instant::now() + options.timeout)?;
         Ok(Self { endpoint, options })
     }

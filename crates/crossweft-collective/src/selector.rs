@@ -70,12 +70,23 @@ impl Selector {
     /// One algorithm for every size, because the caller said so.
     #[must_use]
     pub fn forced(algorithm: Algorithm, max_bytes: u64) -> Self {
-        let piece = if algorithm == Algorithm::TwoShot { max_bytes } else { PIECE.min(max_bytes) };
+        let piece = if algorithm == Algorithm::TwoShot {
+            max_bytes
+        } else {
+            PIECE.min(max_bytes)
+        };
         Self::only(algorithm, max_bytes, piece, "asked for")
     }
 
     fn only(algorithm: Algorithm, up_to: u64, piece: u64, reason: &'static str) -> Self {
-        Self { choices: vec![Choice { algorithm, up_to, piece, reason }] }
+        Self {
+            choices: vec![Choice {
+                algorithm,
+                up_to,
+                piece,
+                reason,
+            }],
+        }
     }
 
     /// All choices, by ascending size.
@@ -95,7 +106,12 @@ impl Selector {
 impl fmt::Display for Selector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, choice) in self.choices.iter().enumerate() {
-            let Choice { algorithm, up_to, reason, .. } = choice;
+            let Choice {
+                algorithm,
+                up_to,
+                reason,
+                ..
+            } = choice;
             let separator = if i == 0 { "" } else { "; " };
             write!(f, "{separator}{algorithm} up to {up_to} B ({reason})")?;
         }
@@ -108,7 +124,10 @@ mod tests {
     use super::*;
 
     fn names(selector: &Selector, sizes: &[u64]) -> Vec<&'static str> {
-        sizes.iter().map(|&s| selector.choices()[selector.select(s)].algorithm.name()).collect()
+        sizes
+            .iter()
+            .map(|&s| selector.choices()[selector.select(s)].algorithm.name())
+            .collect()
     }
 
     #[test]
@@ -118,7 +137,10 @@ mod tests {
         let expected = ["one-shot", "one-shot", "one-shot", "two-shot", "two-shot"];
         assert_eq!(names(&symmetric, &sizes), expected);
         let private = Selector::new(8, false, 1 << 30);
-        assert_eq!(names(&private, &sizes)[3..], ["two-shot-staged", "two-shot-staged"]);
+        assert_eq!(
+            names(&private, &sizes)[3..],
+            ["two-shot-staged", "two-shot-staged"]
+        );
         assert_eq!(private.choices()[1].piece, PIECE);
         assert_eq!(Selector::new(4, true, 100).choices().len(), 1);
     }
@@ -126,7 +148,13 @@ mod tests {
     #[test]
     fn it_says_what_and_why() {
         let text = Selector::new(2, true, 1 << 20).to_string();
-        assert!(text.starts_with("one-shot up to 4096 B (small: one hop"), "{text}");
-        assert!(text.contains("; two-shot up to 1048576 B (symmetric memory"), "{text}");
+        assert!(
+            text.starts_with("one-shot up to 4096 B (small: one hop"),
+            "{text}"
+        );
+        assert!(
+            text.contains("; two-shot up to 1048576 B (symmetric memory"),
+            "{text}"
+        );
     }
 }

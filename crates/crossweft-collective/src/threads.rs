@@ -24,19 +24,25 @@ pub fn run_in_threads<T: Send>(
     })?;
     let id = rendezvous.unique_id();
     let one_rank = |rank| {
-        let join = JoinOptions { timeout: options.timeout, ..JoinOptions::default() };
+        let join = JoinOptions {
+            timeout: options.timeout,
+            ..JoinOptions::default()
+        };
         let group = Group::join(&id, rank, ranks, &join)?;
         let communicator = Communicator::new(Arc::new(group), options)?;
         rank_main(&communicator)
     };
     thread::scope(|scope| {
         let one_rank = &one_rank;
-        let threads: Vec<_> =
-            (0..ranks).map(|rank| scope.spawn(move || one_rank(rank))).collect();
+        let threads: Vec<_> = (0..ranks)
+            .map(|rank| scope.spawn(move || one_rank(rank)))
+            .collect();
         (0..)
             .zip(threads)
             .map(|(rank, thread)| {
-                thread.join().unwrap_or(Err(CollectiveError::Panicked { rank }))
+                thread
+                    .join()
+                    .unwrap_or(Err(CollectiveError::Panicked { rank }))
             })
             .collect::<Vec<_>>()
             .into_iter()

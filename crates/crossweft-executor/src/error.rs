@@ -54,7 +54,9 @@ pub enum ExecutorError {
         buffer: &'static str,
     },
     /// The sizes that the plan was prepared for would need more memory than can be addressed.
-    #[error("plan `{plan}` cannot be prepared for messages of {bytes} bytes: its scratch memory would be too large")]
+    #[error(
+        "plan `{plan}` cannot be prepared for messages of {bytes} bytes: its scratch memory would be too large"
+    )]
     Scratch {
         /// The plan's name.
         plan: String,

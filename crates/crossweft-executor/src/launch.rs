@@ -12,8 +12,8 @@ use crossweft_device::executor::run_block;
 use crossweft_device::program::Launch;
 use crossweft_hal::cpu::{Arguments, Interrupted, Kernel, KernelError, Stream};
 
-use crate::prepared::Prepared;
 use crate::ExecutorError;
+use crate::prepared::Prepared;
 
 /// Buffers of a launch, by address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,12 +58,31 @@ impl Prepared {
         buffers: &RawBuffers,
         limit: Duration,
     ) -> Result<(), KernelError> {
-        self.check_bytes(buffers.bytes).map_err(|e| Arc::new(e) as KernelError)?;
-        let RawBuffers { input, output, input_offset, output_offset, bytes } = *buffers;
+        self.check_bytes(buffers.bytes)
+            .map_err(|e| Arc::new(e) as KernelError)?;
+        let RawBuffers {
+            input,
+            output,
+            input_offset,
+            output_offset,
+            bytes,
+        } = *buffers;
         let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         // SAFETY: these are what the kernel takes; the caller vouches for the buffers.
         unsafe {
-            stream.launch(self, &[input, output, input_offset, output_offset, bytes, limit, 0, 0])
+            stream.launch(
+                self,
+                &[
+                    input,
+                    output,
+                    input_offset,
+                    output_offset,
+                    bytes,
+                    limit,
+                    0,
+                    0,
+                ],
+            )
         }
     }
 
@@ -99,8 +118,20 @@ impl Prepared {
         if buffers.bytes == 0 {
             return Ok(());
         }
-        let RawBuffers { input, output, input_offset, output_offset, bytes } = *buffers;
-        let launch = Launch { input, output, input_offset, output_offset, bytes };
+        let RawBuffers {
+            input,
+            output,
+            input_offset,
+            output_offset,
+            bytes,
+        } = *buffers;
+        let launch = Launch {
+            input,
+            output,
+            input_offset,
+            output_offset,
+            bytes,
+        };
         let guard = Guard::new(&self.endpoint, limit);
         // Launches of one plan follow one another, whichever threads they come from.
         let mut grid = self.grid.lock().unwrap_or_else(PoisonError::into_inner);
@@ -121,9 +152,16 @@ impl Prepared {
     }
 
     fn explain(&self, interrupted: &Interrupted, guard: &Guard<'_>) -> ExecutorError {
-        let Interrupted { stopped, waiting, block } = *interrupted;
+        let Interrupted {
+            stopped,
+            waiting,
+            block,
+        } = *interrupted;
         let op = waiting.site.op;
-        let name = self.op_names.get(block as usize).and_then(|ops| ops.get(op as usize));
+        let name = self
+            .op_names
+            .get(block as usize)
+            .and_then(|ops| ops.get(op as usize));
         let op = match name {
             Some(name) if op != Site::NO_OP => format!("{op} ({name})"),
             _ => "outside of any".to_owned(),
@@ -142,7 +180,13 @@ impl Prepared {
 impl Kernel for Prepared {
     unsafe fn launch(&self, arguments: &Arguments) -> Result<(), KernelError> {
         let [input, output, input_offset, output_offset, bytes, limit, ..] = *arguments;
-        let buffers = RawBuffers { input, output, input_offset, output_offset, bytes };
+        let buffers = RawBuffers {
+            input,
+            output,
+            input_offset,
+            output_offset,
+            bytes,
+        };
         // SAFETY: the caller's promise, which `launch_on` passes on from its own.
         unsafe { self.launch(&buffers, Duration::from_nanos(limit)) }
             .map_err(|error| Arc::new(error) as KernelError)

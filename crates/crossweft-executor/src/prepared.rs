@@ -55,7 +55,14 @@ impl Options {
     #[must_use]
     pub fn new(dtype: DataType, op: ReduceOp, max_bytes: u64) -> Self {
         let (buffers, schedule) = (Buffers::Private, Schedule::default());
-        Self { dtype, op, max_bytes, buffers, schedule, first_epoch: 1 }
+        Self {
+            dtype,
+            op,
+            max_bytes,
+            buffers,
+            schedule,
+            first_epoch: 1,
+        }
     }
 }
 
@@ -90,26 +97,40 @@ impl Prepared {
         deadline: Instant,
     ) -> Result<Arc<Self>, ExecutorError> {
         let name = || plan.name.clone();
-        let channel = |source: ChannelError| ExecutorError::Channel { plan: name(), source };
-        let hal = |source: HalError| ExecutorError::Hal { plan: name(), source };
-        let too_large =
-            || ExecutorError::Scratch { plan: name(), bytes: options.max_bytes };
+        let channel = |source: ChannelError| ExecutorError::Channel {
+            plan: name(),
+            source,
+        };
+        let hal = |source: HalError| ExecutorError::Hal {
+            plan: name(),
+            source,
+        };
+        let too_large = || ExecutorError::Scratch {
+            plan: name(),
+            bytes: options.max_bytes,
+        };
 
         let what = format!("preparing plan `{}`", plan.name);
         // First of all, so that every rank hears of a difference, whatever it then makes of it.
-        endpoint.agree(&statement(plan, &options), &what, deadline).map_err(channel)?;
+        endpoint
+            .agree(&statement(plan, &options), &what, deadline)
+            .map_err(channel)?;
         check_fit(plan, endpoint.world_size(), &options)?;
 
-        let (scratch_half, scratch) =
-            plan.scratch_bytes(options.max_bytes).ok_or_else(too_large)?;
-        let (packets_half, packets) =
-            plan.packet_bytes(options.max_bytes).ok_or_else(too_large)?;
+        let (scratch_half, scratch) = plan
+            .scratch_bytes(options.max_bytes)
+            .ok_or_else(too_large)?;
+        let (packets_half, packets) = plan.packet_bytes(options.max_bytes).ok_or_else(too_large)?;
         let bytes = scratch.checked_add(packets).ok_or_else(too_large)?;
         let scratch_memory = if bytes == 0 {
             None
         } else {
             let memory = SharedMemory::create(bytes).map_err(hal)?;
-            Some(endpoint.register(memory, &what, deadline).map_err(channel)?)
+            Some(
+                endpoint
+                    .register(memory, &what, deadline)
+                    .map_err(channel)?,
+            )
         };
         let rank = endpoint.rank();
         let own = &plan.ranks[rank as usize];
@@ -207,9 +228,10 @@ impl Prepared {
         let Buffers::Registered { input, output } = &self.options.buffers else {
             return Err(self.usage("it was prepared for private buffers".to_owned()));
         };
-        for (what, memory, offset) in
-            [("input", input, input_offset), ("output", output, output_offset)]
-        {
+        for (what, memory, offset) in [
+            ("input", input, input_offset),
+            ("output", output, output_offset),
+        ] {
             let end = offset.checked_add(bytes);
             if end.is_none_or(|end| end > memory.bytes()) {
                 let size = memory.bytes();
@@ -218,12 +240,20 @@ impl Prepared {
                 )));
             }
         }
-        let (from, to) =
-            (input.local().addr() + input_offset, output.local().addr() + output_offset);
+        let (from, to) = (
+            input.local().addr() + input_offset,
+            output.local().addr() + output_offset,
+        );
         if from != to && from < to.saturating_add(bytes) && to < from.saturating_add(bytes) {
             return Err(self.usage("input and output overlap without being the same".to_owned()));
         }
-        let buffers = RawBuffers { input: from, output: to, input_offset, output_offset, bytes };
+        let buffers = RawBuffers {
+            input: from,
+            output: to,
+            input_offset,
+            output_offset,
+            bytes,
+        };
         self.launch_registered(&buffers, limit)
     }
 
@@ -248,7 +278,11 @@ impl Prepared {
     }
 
     pub(crate) fn usage(&self, reason: String) -> ExecutorError {
-        ExecutorError::Usage { plan: self.name.clone(), rank: self.program.rank, reason }
+        ExecutorError::Usage {
+            plan: self.name.clone(),
+            rank: self.program.rank,
+            reason,
+        }
     }
 }
 
@@ -256,7 +290,14 @@ impl Prepared {
 fn statement(plan: &Plan, options: &Options) -> String {
     let mut hasher = DefaultHasher::new();
     plan.to_json().hash(&mut hasher);
-    let Options { dtype, op, max_bytes, buffers, first_epoch, .. } = options;
+    let Options {
+        dtype,
+        op,
+        max_bytes,
+        buffers,
+        first_epoch,
+        ..
+    } = options;
     let buffers = match buffers {
         Buffers::Private => "private buffers",
         Buffers::Registered { input, output } if Arc::ptr_eq(input, output) => {
@@ -293,7 +334,10 @@ fn check_fit(plan: &Plan, world_size: u32, options: &Options) -> Result<(), Exec
             (_, true) => "output",
             _ => return Ok(()),
         };
-        return Err(ExecutorError::NeedsRegistered { plan: plan.name.clone(), buffer });
+        return Err(ExecutorError::NeedsRegistered {
+            plan: plan.name.clone(),
+            buffer,
+        });
     }
     Ok(())
 }

@@ -60,13 +60,18 @@ impl Tables {
         let (mut ops, mut operands, mut links) = (Vec::new(), Vec::new(), Vec::new());
         let mut blocks = Vec::new();
         for block in &program.blocks {
-            blocks.push(BlockOps { first: ops.len() as u32, count: block.len() as u32 });
+            blocks.push(BlockOps {
+                first: ops.len() as u32,
+                count: block.len() as u32,
+            });
             for op in block {
                 let (from, to) = op.operands();
                 let (first_operand, first_link) = (operands.len() as u32, links.len() as u32);
                 for operand in from {
                     // Packets are read where they arrive; their sender is who is waited for.
-                    let sender = plan.packet_sender(rank, operand.index).unwrap_or(operand.rank);
+                    let sender = plan
+                        .packet_sender(rank, operand.index)
+                        .unwrap_or(operand.rank);
                     operands.push(lower(operand, sender));
                 }
                 operands.extend(to.iter().map(|operand| lower(operand, operand.rank)));
@@ -116,22 +121,33 @@ impl Tables {
         // The packet memory of this rank is cleared now and then, whoever reads it.
         bases[rank as usize * SPACES as usize + Space::Packets as usize] =
             memories.base(rank, Space::Packets)?;
-        let counters: Box<[Counter]> =
-            (0..2 + program.barriers()).map(|_| Counter::default()).collect();
-        counters[0].0.store(first_epoch, std::sync::atomic::Ordering::Relaxed);
+        let counters: Box<[Counter]> = (0..2 + program.barriers())
+            .map(|_| Counter::default())
+            .collect();
+        counters[0]
+            .0
+            .store(first_epoch, std::sync::atomic::Ordering::Relaxed);
         Ok(Self {
             blocks: blocks.into(),
             ops: ops.into(),
             operands: operands.into(),
             links: links.into(),
-            semaphores: (0..program.channels.len()).map(|i| pool.handle(i)).collect(),
+            semaphores: (0..program.channels.len())
+                .map(|i| pool.handle(i))
+                .collect(),
             bases: bases.into(),
             counters,
         })
     }
 
     /// The program that points into these tables; valid for as long as they live.
-    pub(crate) fn program(&self, plan: &Plan, rank: u32, halves: (u64, u64), element: u32) -> Program {
+    pub(crate) fn program(
+        &self,
+        plan: &Plan,
+        rank: u32,
+        halves: (u64, u64),
+        element: u32,
+    ) -> Program {
         Program {
             blocks: addr(&self.blocks),
             ops: addr(&self.ops),
@@ -156,5 +172,10 @@ fn addr<T>(table: &[T]) -> u64 {
 }
 
 fn lower(operand: &PlanOperand, peer: u32) -> Operand {
-    Operand { space: operand.buffer.into(), rank: operand.rank, index: operand.index, peer }
+    Operand {
+        space: operand.buffer.into(),
+        rank: operand.rank,
+        index: operand.index,
+        peer,
+    }
 }

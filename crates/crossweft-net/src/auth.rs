@@ -286,6 +286,11 @@ impl Handshake {
         message.saturating_sub(self.inbox.len())
     }
 
+    /// Whether the other end has sent anything.
+    pub(crate) fn has_begun(&self) -> bool {
+        !self.inbox.is_empty() || !matches!(self.state, State::AwaitOpen { .. })
+    }
+
     /// What to send now.
     pub(crate) fn take_output(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.outbox)

@@ -74,7 +74,7 @@ impl Group {
             id,
             rank,
             world_size,
-            deadline: started + options.timeout,
+            deadline: poll::after(started, options.timeout),
             timeout: options.timeout,
         };
         let joined = joiner.join(&options.bind, member)?;
@@ -303,6 +303,10 @@ impl Group {
         deadline: Instant,
     ) -> Result<Vec<Arc<[u8]>>, NetError> {
         let mut state = self.shared.lock();
+        if let Some(failure) = self.shared.liveness.failure() {
+            // The network thread may not have told the mesh yet.
+            state.mesh.fail(failure);
+        }
         let sequence = state.mesh.start(operation, payload, Instant::now())?;
         self.shared.waker.wake();
         loop {

@@ -28,6 +28,7 @@ use crate::error::NetError;
 use crate::group::Group;
 use crate::id_exchange;
 use crate::join::JoinOptions;
+use crate::poll;
 use crate::rendezvous::{Rendezvous, RendezvousOptions};
 use crate::unique_id::UniqueId;
 
@@ -133,7 +134,7 @@ impl Job {
         options: &JoinOptions,
         rendezvous: &RendezvousOptions,
     ) -> Result<Group, NetError> {
-        let deadline = Instant::now() + options.timeout;
+        let deadline = poll::after(Instant::now(), options.timeout);
         let join = |id: &UniqueId| {
             let timeout = deadline.saturating_duration_since(Instant::now());
             let options = JoinOptions {

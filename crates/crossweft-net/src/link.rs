@@ -173,7 +173,7 @@ fn is_acknowledgement(frame: &[u8]) -> bool {
 }
 
 /// Options of every connection: no delay, and a host that is gone is noticed within seconds.
-fn prepare(stream: &TcpStream, user_timeout: Option<Duration>) -> Result<(), NetError> {
+pub(crate) fn prepare(stream: &TcpStream, user_timeout: Option<Duration>) -> Result<(), NetError> {
     let failed = |error: rustix::io::Errno| NetError::io("setting options of a socket", error);
     stream
         .set_nonblocking(true)

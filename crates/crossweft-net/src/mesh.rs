@@ -26,6 +26,10 @@ const MAX_PENDING: usize = 16;
 const MAX_BUFFERED: usize = 1 << 30;
 /// A round is sent in messages of about this many payload bytes.
 const ROUND_MESSAGE: usize = 1 << 20;
+/// Shorter intervals would only heat the room.
+const MIN_HEARTBEAT: Duration = Duration::from_millis(10);
+/// Longer ones may not fit into an `Instant`.
+const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 /// The longest reason passed on.
 const MAX_REASON: usize = 1024;
 /// An operation that lasts longer makes ranks tell each other who has entered it.
@@ -130,6 +134,8 @@ impl Mesh {
         silence_after: Duration,
         now: Instant,
     ) -> Self {
+        let heartbeat = heartbeat.clamp(MIN_HEARTBEAT, MAX_WAIT);
+        let silence_after = silence_after.clamp(MIN_HEARTBEAT, MAX_WAIT);
         let neighbours = neighbours(rank, size)
             .into_iter()
             .map(|peer| {

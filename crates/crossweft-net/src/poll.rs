@@ -9,6 +9,12 @@ use rustix::io::Errno;
 
 use crate::error::NetError;
 
+/// A deadline `wait` from `now`; waits too long for the clock become a year.
+pub(crate) fn after(now: Instant, wait: Duration) -> Instant {
+    now.checked_add(wait)
+        .unwrap_or_else(|| now + Duration::from_secs(365 * 24 * 3600))
+}
+
 /// Polls until something is ready or `deadline`; an interrupted call counts as nothing ready.
 pub(crate) fn until(fds: &mut [PollFd<'_>], deadline: Instant) -> io::Result<usize> {
     let left = deadline.saturating_duration_since(Instant::now());

@@ -12,6 +12,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::bind::{self, Bind};
 use crate::error::NetError;
+use crate::link;
 use crate::poll::{self, Waker};
 use crate::root::{Client, Root, RootOutput};
 use crate::unique_id::UniqueId;
@@ -226,7 +227,7 @@ impl Service {
         while Instant::now() >= self.accept_again {
             match self.listener.accept() {
                 Ok((stream, address)) => {
-                    if stream.set_nonblocking(true).is_err() {
+                    if link::prepare(&stream, None).is_err() {
                         continue;
                     }
                     let client = self.next_client;

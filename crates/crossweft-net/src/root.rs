@@ -194,8 +194,13 @@ impl Root {
                 } => {
                     decoder.feed(std::mem::take(&mut bytes));
                     let member = (*world_size, *rank);
-                    if let Ok(Some((Kind::Ready, _))) = decoder.next_message() {
-                        self.ready(member);
+                    match decoder.next_message() {
+                        Ok(Some((Kind::Ready, _))) => self.ready(member),
+                        Ok(None) => {}
+                        Ok(Some(_)) | Err(_) => {
+                            self.outputs.push_back(RootOutput::Drop(client));
+                            self.lost(client);
+                        }
                     }
                 }
             }
@@ -204,15 +209,23 @@ impl Root {
 
     /// A connection ended.
     pub(crate) fn lost(&mut self, client: Client) {
-        let Some(connection) = self.connections.remove(&client) else {
+        let Some(connection) = self.connections.get(&client) else {
             return;
         };
-        let Phase::Joined {
-            world_size, rank, ..
-        } = connection.phase
-        else {
-            return;
+        let (world_size, rank) = match &connection.phase {
+            Phase::Joined {
+                world_size, rank, ..
+            } => (*world_size, *rank),
+            // One that sent nothing only looked whether somebody listens.
+            Phase::Proving(handshake) if !handshake.has_begun() => {
+                self.connections.remove(&client);
+                return;
+            }
+            Phase::Proving(_) | Phase::Greeting(..) => {
+                return self.drop_stranger(client, "it hung up; does it have another secret?");
+            }
         };
+        self.connections.remove(&client);
         match self.stage {
             Stage::Gathering => {
                 tracing::warn!(
@@ -260,8 +273,7 @@ impl Root {
         }
         if now >= self.log_at {
             self.log_at = now + LOG;
-            let missing = self.missing();
-            tracing::info!("waiting for {}", RankList(&missing));
+            self.log_waiting();
         }
         if now >= self.tell_at && self.stage == Stage::Gathering {
             self.tell_at = now + TELL;
@@ -382,8 +394,7 @@ impl Root {
 
     fn give_up(&mut self, after: Duration) {
         if self.stage == Stage::Connecting {
-            let waiting = self.joined.iter().filter(|(_, joined)| !joined.ready);
-            let missing: Vec<u32> = waiting.map(|(key, _)| key.1).collect();
+            let missing = self.unready();
             if let Some(&rank) = missing.first() {
                 self.answer_all(&Answer::Broken(rank));
             }
@@ -459,6 +470,24 @@ impl Root {
             tracing::warn!(address = %connection.address, reason, "dropped a connection that does not belong to the job");
         }
         self.outputs.push_back(RootOutput::Drop(client));
+    }
+
+    fn log_waiting(&self) {
+        let missing = match self.stage {
+            Stage::Connecting => self.unready(),
+            Stage::Gathering | Stage::Finished => self.missing(),
+        };
+        if self.joined.is_empty() {
+            tracing::info!("waiting for ranks, none has joined yet");
+        } else {
+            tracing::info!("waiting for {}", RankList(&missing));
+        }
+    }
+
+    /// Ranks that have joined but are not yet connected to their neighbours.
+    fn unready(&self) -> Vec<u32> {
+        let waiting = self.joined.iter().filter(|(_, joined)| !joined.ready);
+        waiting.map(|(key, _)| key.1).collect()
     }
 
     /// Ranks that have not joined.

@@ -80,10 +80,7 @@ fn unsound_plans_are_refused_with_the_place() {
         "channel 0 of rank 0 leads to rank 0",
     );
     refused(|p| p.ranks[0].channels[0].peer = 7, "leads to rank 7");
-    refused(
-        |p| p.ranks[0].blocks.clear(),
-        "rank 0 has 0 thread blocks",
-    );
+    refused(|p| p.ranks[0].blocks.clear(), "rank 0 has 0 thread blocks");
     refused(
         |p| drop(p.ranks[1].blocks[0].remove(0)),
         "1 signals that nobody waits for",

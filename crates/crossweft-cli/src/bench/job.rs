@@ -5,9 +5,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossweft_collective::{
-    CollectiveError, Communicator, CommunicatorOptions, run_in_threads,
-};
+use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, run_in_threads};
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{JoinOptions, NetError, Rendezvous, RendezvousOptions};
 
@@ -68,7 +66,9 @@ fn is_spawned(job: &Job) -> bool {
 }
 
 fn communicator_options(options: &AllReduce) -> CommunicatorOptions {
-    CommunicatorOptions { timeout: options.time_limit() }
+    CommunicatorOptions {
+        timeout: options.time_limit(),
+    }
 }
 
 fn verdict(wrong: u64) -> Exit {
@@ -86,7 +86,9 @@ fn threads(options: &AllReduce) -> Result<Exit, BenchError> {
 
 /// This process is one rank of a job that somebody else has started.
 fn one_rank(options: &AllReduce, job: &Job) -> Result<Exit, BenchError> {
-    let Job { rank, world_size, .. } = *job;
+    let Job {
+        rank, world_size, ..
+    } = *job;
     if let Some(ranks) = options.ranks.filter(|&ranks| ranks != world_size) {
         return Err(BenchError::Usage(format!(
             "--ranks {ranks}, but {} started {world_size}; leave --ranks out",
@@ -94,8 +96,14 @@ fn one_rank(options: &AllReduce, job: &Job) -> Result<Exit, BenchError> {
         )));
     }
     let timeout = options.time_limit();
-    let join = JoinOptions { timeout, ..JoinOptions::default() };
-    let rendezvous = RendezvousOptions { timeout, ..RendezvousOptions::default() };
+    let join = JoinOptions {
+        timeout,
+        ..JoinOptions::default()
+    };
+    let rendezvous = RendezvousOptions {
+        timeout,
+        ..RendezvousOptions::default()
+    };
     let run = || {
         let group = job.join(&join, &rendezvous)?;
         let communicator = Communicator::new(Arc::new(group), communicator_options(options))?;
@@ -106,7 +114,9 @@ fn one_rank(options: &AllReduce, job: &Job) -> Result<Exit, BenchError> {
         };
         measure::run(options, &communicator, &started_as)
     };
-    run().map(verdict).map_err(|source| BenchError::Rank { rank, source })
+    run()
+        .map(verdict)
+        .map_err(|source| BenchError::Rank { rank, source })
 }
 
 /// Makes the kernel end this process when the one that spawned it is gone, however it went.
@@ -132,12 +142,19 @@ const GRACE: Duration = Duration::from_secs(5);
 fn spawn(options: &AllReduce) -> Result<Exit, BenchError> {
     let ranks = options.ranks_to_start();
     let timeout = options.time_limit();
-    let mut rendezvous =
-        Some(Rendezvous::start(&RendezvousOptions { timeout, ..RendezvousOptions::default() })?);
-    let id = rendezvous.as_ref().map(|r| r.unique_id().to_string()).unwrap_or_default();
-    let program = std::env::current_exe()
-        .map_err(|source| BenchError::Spawn { rank: 0, source })?;
-    let mut job = Processes { children: Vec::new() };
+    let mut rendezvous = Some(Rendezvous::start(&RendezvousOptions {
+        timeout,
+        ..RendezvousOptions::default()
+    })?);
+    let id = rendezvous
+        .as_ref()
+        .map(|r| r.unique_id().to_string())
+        .unwrap_or_default();
+    let program =
+        std::env::current_exe().map_err(|source| BenchError::Spawn { rank: 0, source })?;
+    let mut job = Processes {
+        children: Vec::new(),
+    };
     for rank in 0..ranks {
         let child = Command::new(&program)
             .args(std::env::args_os().skip(1))
@@ -157,7 +174,10 @@ fn spawn(options: &AllReduce) -> Result<Exit, BenchError> {
             if status.is_some() {
                 continue;
             }
-            *status = child.try_wait().map_err(|source| BenchError::Spawn { rank: *rank, source })?;
+            *status = child.try_wait().map_err(|source| BenchError::Spawn {
+                rank: *rank,
+                source,
+            })?;
             if let Some(status) = status {
                 let ended = judge(*rank, *status);
                 exit = exit.worse(ended);

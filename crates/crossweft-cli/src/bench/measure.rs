@@ -34,12 +34,22 @@ pub(crate) fn run(
         prepare = prepare.symmetric(input, output);
     }
     let all_reduce = communicator.all_reduce(prepare)?;
-    let gate =
-        communicator.all_reduce(AllReduceOptions::new(DataType::U64, ReduceOp::Sum, 8))?;
+    let gate = communicator.all_reduce(AllReduceOptions::new(DataType::U64, ReduceOp::Sum, 8))?;
 
-    let header = Header::new(options, world_size, started_as, all_reduce.selector().to_string());
+    let header = Header::new(
+        options,
+        world_size,
+        started_as,
+        all_reduce.selector().to_string(),
+    );
     let mut printer = Printer::new(options, communicator.rank(), header, sizes.len());
-    let mut bench = Bench { options, communicator, memory, all_reduce, gate };
+    let mut bench = Bench {
+        options,
+        communicator,
+        memory,
+        all_reduce,
+        gate,
+    };
     let mut all_wrong = 0;
     for bytes in sizes {
         printer.begin(bytes);
@@ -53,8 +63,14 @@ pub(crate) fn run(
 
 /// The buffers under test.
 enum Memory {
-    Symmetric { input: SymmetricBuffer, output: SymmetricBuffer },
-    Private { input: Vec<u8>, output: Vec<u8> },
+    Symmetric {
+        input: SymmetricBuffer,
+        output: SymmetricBuffer,
+    },
+    Private {
+        input: Vec<u8>,
+        output: Vec<u8>,
+    },
 }
 
 impl Memory {
@@ -66,14 +82,24 @@ impl Memory {
         match options.buffers {
             Buffers::Symmetric => {
                 let input = communicator.allocate(bytes)?;
-                let output =
-                    if options.in_place { input.clone() } else { communicator.allocate(bytes)? };
+                let output = if options.in_place {
+                    input.clone()
+                } else {
+                    communicator.allocate(bytes)?
+                };
                 Ok(Self::Symmetric { input, output })
             }
             Buffers::Private => {
                 let bytes = bytes as usize;
-                let output = if options.in_place { Vec::new() } else { vec![0; bytes] };
-                Ok(Self::Private { input: vec![0; bytes], output })
+                let output = if options.in_place {
+                    Vec::new()
+                } else {
+                    vec![0; bytes]
+                };
+                Ok(Self::Private {
+                    input: vec![0; bytes],
+                    output,
+                })
             }
         }
     }
@@ -129,12 +155,21 @@ impl Bench<'_> {
         let (times, wrong) = self.gather(&times, wrong)?;
         let algorithm = self.all_reduce.explain(bytes).algorithm.name();
         let world_size = self.communicator.world_size();
-        Ok(Row::new(self.options, world_size, bytes, algorithm, times, wrong))
+        Ok(Row::new(
+            self.options,
+            world_size,
+            bytes,
+            algorithm,
+            times,
+            wrong,
+        ))
     }
 
     fn input(&self, pattern: Pattern, bytes: u64) -> Vec<u8> {
         let (rank, world_size) = (self.communicator.rank(), self.communicator.world_size());
-        let AllReduce { dtype, op, seed, .. } = *self.options;
+        let AllReduce {
+            dtype, op, seed, ..
+        } = *self.options;
         let mut data = vec![0; bytes as usize];
         fill(pattern, dtype, op, seed, rank, world_size, &mut data);
         data
@@ -148,7 +183,9 @@ impl Bench<'_> {
         self.line_up()?;
         self.call(bytes)?;
         let result = self.memory.read(bytes as usize, in_place)?;
-        let AllReduce { dtype, op, seed, .. } = *self.options;
+        let AllReduce {
+            dtype, op, seed, ..
+        } = *self.options;
         let world_size = self.communicator.world_size();
         let mismatches = check_all_reduce(pattern, dtype, op, seed, world_size, &result);
         if let Some(first) = mismatches.first {
@@ -163,7 +200,12 @@ impl Bench<'_> {
         let bits = fingerprint(&result).to_le_bytes();
         let all = self.communicator.all_gather_bytes(&bits)?;
         let differ = all.iter().filter(|other| **other != all[0]).count() as u64;
-        Ok(mismatches.wrong + if self.communicator.rank() == 0 { differ } else { 0 })
+        Ok(mismatches.wrong
+            + if self.communicator.rank() == 0 {
+                differ
+            } else {
+                0
+            })
     }
 
     fn time(&mut self, bytes: u64) -> Result<Vec<f64>, CollectiveError> {
@@ -192,9 +234,7 @@ impl Bench<'_> {
             Memory::Private { input, .. } if self.options.in_place => {
                 self.all_reduce.run_in_place(&mut input[..n])
             }
-            Memory::Private { input, output } => {
-                self.all_reduce.run(&input[..n], &mut output[..n])
-            }
+            Memory::Private { input, output } => self.all_reduce.run(&input[..n], &mut output[..n]),
         }
     }
 
@@ -250,13 +290,21 @@ impl Printer {
                 }
                 None
             }
-            Format::Json => Some(Report { header, rows: Vec::new() }),
+            Format::Json => Some(Report {
+                header,
+                rows: Vec::new(),
+            }),
         };
-        Self { active, json, progress }
+        Self {
+            active,
+            json,
+            progress,
+        }
     }
 
     fn begin(&self, bytes: u64) {
-        self.progress.set_message(format!("measuring {bytes} bytes"));
+        self.progress
+            .set_message(format!("measuring {bytes} bytes"));
     }
 
     fn row(&mut self, row: Row) {

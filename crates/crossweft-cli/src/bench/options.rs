@@ -112,7 +112,10 @@ impl FromStr for Size {
 const LARGEST: u64 = 16 << 30;
 
 fn names<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str) -> String {
-    all.iter().map(|&item| name(item)).collect::<Vec<_>>().join(", ")
+    all.iter()
+        .map(|&item| name(item))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 fn dtype(text: &str) -> Result<DataType, String> {
@@ -137,13 +140,21 @@ fn dtype(text: &str) -> Result<DataType, String> {
 }
 
 fn op(text: &str) -> Result<ReduceOp, String> {
-    ReduceOp::from_name(text)
-        .ok_or_else(|| format!("the operations are {}", names(&ReduceOp::ALL, ReduceOp::name)))
+    ReduceOp::from_name(text).ok_or_else(|| {
+        format!(
+            "the operations are {}",
+            names(&ReduceOp::ALL, ReduceOp::name)
+        )
+    })
 }
 
 fn algorithm(text: &str) -> Result<Algorithm, String> {
-    Algorithm::from_name(text)
-        .ok_or_else(|| format!("the algorithms are {}", names(&Algorithm::ALL, Algorithm::name)))
+    Algorithm::from_name(text).ok_or_else(|| {
+        format!(
+            "the algorithms are {}",
+            names(&Algorithm::ALL, Algorithm::name)
+        )
+    })
 }
 
 impl AllReduce {
@@ -186,7 +197,11 @@ impl AllReduce {
                 sizes.push(whole);
             }
             // From 0 there is no multiple: one element comes next.
-            bytes = if bytes == 0 { element } else { bytes.saturating_mul(self.factor) };
+            bytes = if bytes == 0 {
+                element
+            } else {
+                bytes.saturating_mul(self.factor)
+            };
         }
         sizes
     }
@@ -211,11 +226,26 @@ mod tests {
 
     #[test]
     fn sizes_are_read_as_people_write_them() {
-        let cases = [("8", 8), ("64K", 65_536), ("1m", 1 << 20), ("2GiB", 2 << 30), ("3kb", 3072)];
+        let cases = [
+            ("8", 8),
+            ("64K", 65_536),
+            ("1m", 1 << 20),
+            ("2GiB", 2 << 30),
+            ("3kb", 3072),
+        ];
         for (text, bytes) in cases {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
         }
-        for text in ["", "K", "-1", "1.5M", "17G", "99999999999999999999", "8X", "0x10"] {
+        for text in [
+            "",
+            "K",
+            "-1",
+            "1.5M",
+            "17G",
+            "99999999999999999999",
+            "8X",
+            "0x10",
+        ] {
             assert!(text.parse::<Size>().is_err(), "{text}");
         }
     }

@@ -50,7 +50,11 @@ impl Row {
         let min = times.first().copied().unwrap_or(0.0);
         let mean = times.iter().sum::<f64>() / times.len().max(1) as f64;
         // Bytes per microsecond are MB/s.
-        let algbw = if p50 > 0.0 { bytes as f64 / p50 / 1000.0 } else { 0.0 };
+        let algbw = if p50 > 0.0 {
+            bytes as f64 / p50 / 1000.0
+        } else {
+            0.0
+        };
         let n = f64::from(world_size);
         Self {
             bytes,
@@ -70,7 +74,15 @@ impl Row {
 
     /// The row of the table.
     pub(crate) fn line(&self) -> String {
-        let Self { bytes, count, dtype, op, algorithm, wrong, .. } = self;
+        let Self {
+            bytes,
+            count,
+            dtype,
+            op,
+            algorithm,
+            wrong,
+            ..
+        } = self;
         format!(
             "{bytes:>12} {count:>12} {dtype:>7} {op:>5} {:>10.2} {:>7.2} {:>7.2} {wrong:>7}  {algorithm:<16}{:>10.2} {:>10.2}",
             self.time_us_mean, self.algbw_gbs, self.busbw_gbs, self.time_us_p50, self.time_us_min
@@ -103,12 +115,7 @@ pub(crate) struct Header {
 
 impl Header {
     /// The facts of a run.
-    pub(crate) fn new(
-        options: &AllReduce,
-        ranks: u32,
-        started_as: &str,
-        chosen: String,
-    ) -> Self {
+    pub(crate) fn new(options: &AllReduce, ranks: u32, started_as: &str, chosen: String) -> Self {
         Self {
             collective: "all_reduce",
             version: env!("CARGO_PKG_VERSION"),
@@ -127,8 +134,21 @@ impl Header {
 
     /// The lines above the table.
     pub(crate) fn lines(&self) -> String {
-        let Self { ranks, started_as, device, buffers, chosen, machine, version, .. } = self;
-        let place = if self.in_place { "in place" } else { "out of place" };
+        let Self {
+            ranks,
+            started_as,
+            device,
+            buffers,
+            chosen,
+            machine,
+            version,
+            ..
+        } = self;
+        let place = if self.in_place {
+            "in place"
+        } else {
+            "out of place"
+        };
         let mut text = String::new();
         let _ = writeln!(
             text,
@@ -139,7 +159,17 @@ impl Header {
         let _ = writeln!(
             text,
             "#{:>11} {:>12} {:>7} {:>5} {:>10} {:>7} {:>7} {:>7}  {:<16}{:>10} {:>10}",
-            "size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "algorithm", "p50", "min"
+            "size",
+            "count",
+            "type",
+            "redop",
+            "time",
+            "algbw",
+            "busbw",
+            "#wrong",
+            "algorithm",
+            "p50",
+            "min"
         );
         let _ = write!(
             text,

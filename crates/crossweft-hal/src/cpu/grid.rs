@@ -41,7 +41,9 @@ pub struct HostBlock<'a> {
 
 impl std::fmt::Debug for HostBlock<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HostBlock").field("context", &self.context).finish_non_exhaustive()
+        f.debug_struct("HostBlock")
+            .field("context", &self.context)
+            .finish_non_exhaustive()
     }
 }
 

@@ -94,11 +94,14 @@ impl std::fmt::Debug for Context<'_> {
 }
 
 /// Looks in vain before the supervisor is asked again.
-const CHECK_EVERY: u32 = 512;
-/// Looks in vain before giving the core away, where there are cores to spare: some 50 us.
-const SPINS: u32 = 8 * 1024;
+const CHECK_EVERY: u32 = 256;
+/// Looks in vain before giving the core away, where there are cores to spare: some 20 us. Longer
+/// would cost dearly when a core turns out to be shared after all, with whatever else is running.
+const SPINS: u32 = 1024;
+/// The same where ranks share cores: the peer can only act once this rank lets it.
+const SPINS_SHARED: u32 = 16;
 /// Times the core is given away before sleeping.
-const YIELDS: u32 = 64;
+const YIELDS: u32 = 256;
 /// Longest sleep: the price of a missed ring.
 const SLEEP_NANOSECONDS: i64 = 500_000;
 
@@ -122,7 +125,7 @@ impl Idle {
     ) -> Result<(), Stopped> {
         let rounds = self.rounds.get();
         self.rounds.set(rounds.saturating_add(1));
-        let spins = if context.spin { SPINS } else { 16 };
+        let spins = if context.spin { SPINS } else { SPINS_SHARED };
         if rounds < spins {
             if rounds % CHECK_EVERY == CHECK_EVERY - 1 {
                 context.supervisor.check(waiting, block)?;

@@ -1,0 +1,1063 @@
+//! The device protocols under loom: every interleaving, and every value that the memory orders
+//! allow a load to return, of the very source that kernels run.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
+//!     cargo test -p crossweft-device --release --test loom
+//! ```
+//!
+//! The models named `broken_*` leave out one thing that a protocol relies on, and must fail: they
+//! show that the others could.
+//!
+//! What loom cannot show: a load never returns a store that comes later in the explored order
+//! ("load buffering"), so what a fence does against that is seen through the plain accesses next to
+//! it (see [`a_scrub_is_over_before_the_next_packet_of_its_half`]).
+#![cfg(loom)]
+
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use crossweft_device::executor::run_block;
+use crossweft_device::fifo::{Fifo, TRIGGER_BYTES, Trigger, TriggerKind};
+use crossweft_device::packet::{self, copy_from_packets, copy_to_packets, flag_of};
+use crossweft_device::program::{
+    BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space,
+};
+use crossweft_device::reduce::{Location, Reducer, Sources};
+use crossweft_device::semaphore::Semaphore;
+use crossweft_device::{Block, Memory, Site, Stopped, WaitKind, Waiting};
+use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicU64, Ordering, fence};
+use loom::thread;
+
+/// Address of the first word. Not 0, so that a forgotten address is an error.
+const BASE: u64 = 1 << 16;
+const OP: u32 = 7;
+
+/// A word of the arena. A program uses a word for one of the two, never both.
+enum Word {
+    /// For the word operations. The cell stands for the word's plain accesses (a scrub zeroes
+    /// packets): it is written with them and read with atomic ones, so that loom sees a race
+    /// between the two kinds.
+    Atomic(AtomicU64, UnsafeCell<()>),
+    /// For plain accesses; loom reports those that race.
+    Plain(UnsafeCell<u64>),
+}
+
+/// An arena: first atomic words, then plain ones.
+struct LoomMemory {
+    words: Vec<Word>,
+    atomics: u64,
+    fences: bool,
+}
+
+impl LoomMemory {
+    fn new(atomics: u64, plains: u64) -> Self {
+        let atomic = (0..atomics).map(|_| Word::Atomic(AtomicU64::new(0), UnsafeCell::new(())));
+        let plain = (0..plains).map(|_| Word::Plain(UnsafeCell::new(0)));
+        Self {
+            words: atomic.chain(plain).collect(),
+            atomics,
+            fences: true,
+        }
+    }
+
+    /// Address of the `i`-th atomic word.
+    fn atomic(&self, i: u64) -> u64 {
+        assert!(i < self.atomics);
+        BASE + i * 8
+    }
+
+    /// Address of the `i`-th plain word.
+    fn plain(&self, i: u64) -> u64 {
+        BASE + (self.atomics + i) * 8
+    }
+
+    fn word(&self, addr: u64) -> &Word {
+        let offset = addr.checked_sub(BASE).expect("an address below the arena");
+        self.words
+            .get((offset / 8) as usize)
+            .expect("an address above the arena")
+    }
+
+    fn at(&self, addr: u64) -> &AtomicU64 {
+        assert!(addr.is_multiple_of(8), "unaligned word");
+        match self.word(addr) {
+            Word::Atomic(word, plain) => {
+                plain.with(|_| ());
+                word
+            }
+            Word::Plain(_) => panic!("word operation on plain memory"),
+        }
+    }
+
+    fn byte(&self, addr: u64) -> u8 {
+        match self.word(addr) {
+            // SAFETY: loom checks the access; the pointer is valid inside the closure.
+            Word::Plain(cell) => cell.with(|word| unsafe { *word }.to_le_bytes()[addr as usize % 8]),
+            Word::Atomic(..) => panic!("plain read of a word that others add to or store"),
+        }
+    }
+
+    fn set_byte(&self, addr: u64, value: u8) {
+        match self.word(addr) {
+            Word::Plain(cell) => cell.with_mut(|word| {
+                let shift = addr % 8 * 8;
+                // SAFETY: loom checks the access; the pointer is valid inside the closure.
+                unsafe { *word = *word & !(0xff << shift) | u64::from(value) << shift };
+            }),
+            Word::Atomic(..) => panic!("plain write of a word that others add to or store"),
+        }
+    }
+}
+
+impl Memory for LoomMemory {
+    unsafe fn load(&self, addr: u64) -> u64 {
+        self.at(addr).load(Ordering::Relaxed)
+    }
+
+    unsafe fn load_acquire(&self, addr: u64) -> u64 {
+        self.at(addr).load(Ordering::Acquire)
+    }
+
+    unsafe fn store(&self, addr: u64, value: u64) {
+        self.at(addr).store(value, Ordering::Relaxed);
+    }
+
+    unsafe fn store_release(&self, addr: u64, value: u64) {
+        self.at(addr).store(value, Ordering::Release);
+    }
+
+    unsafe fn add(&self, addr: u64, value: u64) {
+        self.at(addr).fetch_add(value, Ordering::Relaxed);
+    }
+
+    unsafe fn add_release(&self, addr: u64, value: u64) {
+        self.at(addr).fetch_add(value, Ordering::Release);
+    }
+
+    unsafe fn fetch_add(&self, addr: u64, value: u64) -> u64 {
+        self.at(addr).fetch_add(value, Ordering::AcqRel)
+    }
+
+    fn fence(&self) {
+        if self.fences {
+            fence(Ordering::AcqRel);
+        }
+    }
+
+    unsafe fn read<T: Copy>(&self, addr: u64) -> T {
+        let mut value = MaybeUninit::<T>::uninit();
+        for i in 0..size_of::<T>() {
+            let byte = self.byte(addr + i as u64);
+            // SAFETY: byte `i` lies in the value.
+            unsafe { value.as_mut_ptr().cast::<u8>().add(i).write(byte) };
+        }
+        // SAFETY: every byte is written; the caller promises that they are a valid `T`.
+        unsafe { value.assume_init() }
+    }
+
+    unsafe fn write<T: Copy>(&self, addr: u64, value: T) {
+        for i in 0..size_of::<T>() {
+            // SAFETY: byte `i` lies in the value; the types written here have no padding.
+            let byte = unsafe { (&raw const value).cast::<u8>().add(i).read() };
+            self.set_byte(addr + i as u64, byte);
+        }
+    }
+
+    unsafe fn copy(&self, dst: u64, src: u64, bytes: u64) {
+        if dst != src {
+            for i in 0..bytes {
+                self.set_byte(dst + i, self.byte(src + i));
+            }
+        }
+    }
+
+    unsafe fn zero(&self, addr: u64, bytes: u64) {
+        let mut i = 0;
+        while i < bytes {
+            match self.word(addr + i) {
+                Word::Plain(_) => {
+                    self.set_byte(addr + i, 0);
+                    i += 1;
+                }
+                Word::Atomic(word, plain) => {
+                    plain.with_mut(|_| ());
+                    word.store(0, Ordering::Relaxed);
+                    i += 8;
+                }
+            }
+        }
+    }
+}
+
+/// The one thread of a block.
+struct LoomBlock {
+    memory: Arc<LoomMemory>,
+    /// An atomic word that is not 0 once the job is aborted.
+    abort: Option<u64>,
+    /// Waits end at this many looks.
+    patience: u32,
+}
+
+impl LoomBlock {
+    fn new(memory: &Arc<LoomMemory>) -> Self {
+        Self {
+            memory: memory.clone(),
+            abort: None,
+            patience: u32::MAX,
+        }
+    }
+}
+
+impl Block for LoomBlock {
+    type Memory = LoomMemory;
+
+    fn memory(&self) -> &LoomMemory {
+        &self.memory
+    }
+
+    fn thread(&self) -> u32 {
+        0
+    }
+
+    fn threads(&self) -> u32 {
+        1
+    }
+
+    fn sync(&self, mine: Result<(), Stopped>) -> Result<(), Stopped> {
+        mine
+    }
+
+    fn pause(&self, waiting: &Waiting) -> Result<(), Stopped> {
+        if waiting.site.kind == WaitKind::Packet {
+            // Epochs of these models are small: a greater flag is that of a later epoch.
+            assert!(
+                (waiting.seen as u32) < waiting.expected as u32,
+                "overtaken: a packet was overwritten before it was read"
+            );
+        }
+        if let Some(abort) = self.abort {
+            // SAFETY: a word of the arena.
+            if unsafe { self.memory.load(abort) } != 0 {
+                return Err(Stopped::Aborted);
+            }
+        }
+        if waiting.spins >= self.patience {
+            return Err(Stopped::Deadline);
+        }
+        thread::yield_now();
+        Ok(())
+    }
+
+    fn wake(&self, _peer: u32) {}
+}
+
+/// Explores every execution.
+fn model(f: impl Fn() + Send + Sync + 'static) {
+    bounded_model(None, f);
+}
+
+/// Explores every execution with at most so many preemptions (switches away from a thread that
+/// could have gone on; those at a pause are free). Only where the whole space is out of reach.
+fn bounded_model(preemptions: Option<usize>, f: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = preemptions;
+    builder.max_branches = 10_000;
+    builder.check(f);
+}
+
+fn write(memory: &LoomMemory, addr: u64, value: u64) {
+    // SAFETY: addresses of these models lie in the arena.
+    unsafe { memory.write(addr, value) }
+}
+
+fn read(memory: &LoomMemory, addr: u64) -> u64 {
+    // SAFETY: addresses of these models lie in the arena, and a `u64` is any bytes.
+    unsafe { memory.read(addr) }
+}
+
+// ---- semaphores ----
+
+/// Both ends of a pair: counters in words 0 and 1, counts of waits in words 2 and 3.
+fn semaphore_pair(memory: &LoomMemory) -> [Semaphore; 2] {
+    [0, 1].map(|me| Semaphore {
+        inbound: memory.atomic(me),
+        outbound: memory.atomic(1 - me),
+        expected: memory.atomic(2 + me),
+        peer: 1 - me as u32,
+        channel: 0,
+    })
+}
+
+#[test]
+fn a_wait_publishes_what_came_before_the_signal_both_ways() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(4, 2));
+        let [ping, pong] = semaphore_pair(&memory);
+        let there = {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                let block = LoomBlock::new(&memory);
+                for round in 0..2 {
+                    // SAFETY: the handle's addresses lie in the arena; this thread alone waits.
+                    unsafe { pong.wait(&block, OP) }.expect("nothing stops it");
+                    assert_eq!(read(&memory, memory.plain(0)), 10 + round);
+                    write(&memory, memory.plain(1), 20 + round);
+                    // SAFETY: as above.
+                    unsafe { pong.signal(&block) };
+                }
+            })
+        };
+        let block = LoomBlock::new(&memory);
+        for round in 0..2 {
+            write(&memory, memory.plain(0), 10 + round);
+            // SAFETY: the handle's addresses lie in the arena; this thread alone waits.
+            unsafe {
+                ping.signal(&block);
+                ping.wait(&block, OP).expect("nothing stops it");
+            }
+            assert_eq!(read(&memory, memory.plain(1)), 20 + round);
+        }
+        there.join().unwrap();
+    });
+}
+
+#[test]
+fn a_poll_that_takes_a_signal_publishes_too() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(4, 1));
+        let [ping, pong] = semaphore_pair(&memory);
+        let there = {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                write(&memory, memory.plain(0), 5);
+                // SAFETY: the handle's addresses lie in the arena.
+                unsafe { pong.signal(&LoomBlock::new(&memory)) };
+            })
+        };
+        let block = LoomBlock::new(&memory);
+        // SAFETY: the handle's addresses lie in the arena; this thread alone polls.
+        while !unsafe { ping.poll(&block) } {
+            thread::yield_now();
+        }
+        assert_eq!(read(&memory, memory.plain(0)), 5);
+        // SAFETY: as above. There was one signal, and it is taken.
+        assert!(!unsafe { ping.poll(&block) });
+        there.join().unwrap();
+    });
+}
+
+/// One thread writes and signals, the other waits and reads, by the given means.
+fn publish(
+    signal: impl Fn(&Semaphore, &LoomBlock) + Copy + Send + Sync + 'static,
+    wait: impl Fn(&Semaphore, &LoomBlock) + Copy + Send + Sync + 'static,
+) {
+    model(move || {
+        let memory = Arc::new(LoomMemory::new(4, 1));
+        let [ping, pong] = semaphore_pair(&memory);
+        let there = {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                write(&memory, memory.plain(0), 5);
+                signal(&pong, &LoomBlock::new(&memory));
+            })
+        };
+        wait(&ping, &LoomBlock::new(&memory));
+        assert_eq!(read(&memory, memory.plain(0)), 5);
+        there.join().unwrap();
+    });
+}
+
+fn signal(semaphore: &Semaphore, block: &LoomBlock) {
+    // SAFETY: the handle's addresses lie in the arena.
+    unsafe { semaphore.signal(block) }
+}
+
+fn relaxed_signal(semaphore: &Semaphore, block: &LoomBlock) {
+    // SAFETY: the handle's addresses lie in the arena.
+    unsafe { semaphore.relaxed_signal(block) }
+}
+
+fn wait(semaphore: &Semaphore, block: &LoomBlock) {
+    // SAFETY: the handle's addresses lie in the arena; one thread waits.
+    unsafe { semaphore.wait(block, OP) }.expect("nothing stops it");
+}
+
+fn relaxed_wait(semaphore: &Semaphore, block: &LoomBlock) {
+    // SAFETY: the handle's addresses lie in the arena; one thread waits.
+    unsafe { semaphore.relaxed_wait(block, OP) }.expect("nothing stops it");
+}
+
+#[test]
+fn a_signal_publishes_to_its_wait() {
+    publish(signal, wait);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_a_relaxed_signal_publishes_nothing() {
+    publish(relaxed_signal, wait);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_a_relaxed_wait_sees_nothing() {
+    publish(signal, relaxed_wait);
+}
+
+#[test]
+fn two_signallers_are_both_waited_for() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(4, 2));
+        let [ping, pong] = semaphore_pair(&memory);
+        let signallers = [0, 1].map(|i| {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                write(&memory, memory.plain(i), 5 + i);
+                signal(&pong, &LoomBlock::new(&memory));
+            })
+        });
+        let block = LoomBlock::new(&memory);
+        wait(&ping, &block);
+        wait(&ping, &block);
+        assert_eq!(read(&memory, memory.plain(0)), 5);
+        assert_eq!(read(&memory, memory.plain(1)), 6);
+        for signaller in signallers {
+            signaller.join().unwrap();
+        }
+        // SAFETY: a word of the arena.
+        assert_eq!(unsafe { memory.load(ping.expected) }, 2);
+    });
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_one_wait_for_two_signallers() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(4, 2));
+        let [ping, pong] = semaphore_pair(&memory);
+        let signallers = [0, 1].map(|i| {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                write(&memory, memory.plain(i), 5 + i);
+                signal(&pong, &LoomBlock::new(&memory));
+            })
+        });
+        wait(&ping, &LoomBlock::new(&memory));
+        assert_eq!(read(&memory, memory.plain(0)), 5);
+        assert_eq!(read(&memory, memory.plain(1)), 6);
+        for signaller in signallers {
+            signaller.join().unwrap();
+        }
+    });
+}
+
+// ---- abort ----
+
+#[test]
+fn an_aborted_wait_takes_no_signal() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(5, 1));
+        let [ping, pong] = semaphore_pair(&memory);
+        let abort = memory.atomic(4);
+        let aborter = {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                // SAFETY: a word of the arena.
+                unsafe { memory.store(abort, 1) };
+            })
+        };
+        let signaller = {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                write(&memory, memory.plain(0), 5);
+                signal(&pong, &LoomBlock::new(&memory));
+            })
+        };
+        let mut block = LoomBlock::new(&memory);
+        block.abort = Some(abort);
+        // SAFETY: the handle's addresses lie in the arena; this thread alone waits.
+        let outcome = unsafe { ping.wait(&block, OP) };
+        // SAFETY: a word of the arena.
+        let taken = unsafe { memory.load(ping.expected) };
+        match outcome {
+            Ok(()) => assert_eq!(taken, 1),
+            Err(stopped) => {
+                assert_eq!((stopped, taken), (Stopped::Aborted, 0));
+                // The signal is still there to be taken.
+                wait(&ping, &LoomBlock::new(&memory));
+            }
+        }
+        assert_eq!(read(&memory, memory.plain(0)), 5);
+        aborter.join().unwrap();
+        signaller.join().unwrap();
+    });
+}
+
+#[test]
+fn an_aborted_wait_without_a_signal_ends() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(5, 0));
+        let [ping, _] = semaphore_pair(&memory);
+        let abort = memory.atomic(4);
+        let aborter = {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                // SAFETY: a word of the arena.
+                unsafe { memory.store(abort, 1) };
+            })
+        };
+        let mut block = LoomBlock::new(&memory);
+        block.abort = Some(abort);
+        // SAFETY: the handle's addresses lie in the arena; this thread alone waits.
+        assert_eq!(unsafe { ping.wait(&block, OP) }, Err(Stopped::Aborted));
+        // SAFETY: as above.
+        assert_eq!(unsafe { ping.relaxed_wait(&block, OP) }, Err(Stopped::Aborted));
+        // SAFETY: a word of the arena.
+        assert_eq!(unsafe { memory.load(ping.expected) }, 0);
+        aborter.join().unwrap();
+    });
+}
+
+// ---- packets ----
+
+/// Two ranks, both sending `bytes` bytes to the other in every epoch, as [`run_block`] does.
+/// Rank `r` has `halves` times the packets from word `4 r` on, its source at plain word `4 r` and
+/// its destination two words later.
+fn exchange(memory: &Arc<LoomMemory>, me: u64, bytes: u64, epochs: u64, halves: u64) {
+    let block = LoomBlock::new(memory);
+    let words = bytes.div_ceil(packet::PAYLOAD);
+    let value = |epoch, rank| 0x0706_0504_0302_0100 + epoch * 0x1010_1010_1010_1010 + rank * 8;
+    let low = u64::MAX >> (64 - 8 * bytes);
+    let (src, dst) = (memory.plain(4 * me), memory.plain(4 * me + 2));
+    let site = Site {
+        kind: WaitKind::Packet,
+        ..Site::default()
+    };
+    for epoch in 1..=epochs {
+        memory.fence();
+        let half = epoch % halves * words;
+        write(memory, src, value(epoch, me));
+        let to = memory.atomic(4 * (1 - me) + half);
+        let from = memory.atomic(4 * me + half);
+        // SAFETY: all ranges lie in the arena.
+        unsafe {
+            copy_to_packets(&block, to, src, bytes, flag_of(epoch));
+            copy_from_packets(&block, site, dst, from, bytes, flag_of(epoch))
+                .expect("nothing stops it");
+        }
+        assert_eq!(read(memory, dst) & low, value(epoch, 1 - me) & low);
+    }
+}
+
+fn exchange_between_two(bytes: u64, epochs: u64, halves: u64) {
+    model(move || {
+        let memory = Arc::new(LoomMemory::new(8, 8));
+        let there = {
+            let memory = memory.clone();
+            thread::spawn(move || exchange(&memory, 1, bytes, epochs, halves))
+        };
+        exchange(&memory, 0, bytes, epochs, halves);
+        there.join().unwrap();
+    });
+}
+
+#[test]
+fn packets_in_two_halves_need_no_barrier() {
+    exchange_between_two(4, 3, 2);
+}
+
+#[test]
+fn packets_of_two_words_with_a_tail() {
+    exchange_between_two(6, 2, 2);
+}
+
+#[test]
+#[should_panic(expected = "overtaken")]
+fn broken_packets_in_one_half() {
+    exchange_between_two(4, 3, 1);
+}
+
+/// What makes a packet's words reusable: everything a rank did with a half is over before the other
+/// rank stores to it again. Plain accesses show it, as a scrub makes them: rank 0 zeroes the half of
+/// epoch 1 when it has read it; rank 1 stores to it for epoch 3.
+fn scrub(fences: bool) {
+    model(move || {
+        let memory = Arc::new({
+            let mut memory = LoomMemory::new(8, 0);
+            memory.fences = fences;
+            memory
+        });
+        let rank = |memory: Arc<LoomMemory>, me: u64| {
+            move || {
+                let block = LoomBlock::new(&memory);
+                let site = Site {
+                    kind: WaitKind::Packet,
+                    ..Site::default()
+                };
+                for epoch in 1..=3 {
+                    let at = |rank: u64| memory.atomic(2 * rank + epoch % 2);
+                    let flag = flag_of(epoch);
+                    memory.fence();
+                    // SAFETY: words of the arena; each rank zeroes its own.
+                    unsafe {
+                        packet::write_packet(&*memory, at(1 - me), 1, flag);
+                        packet::read_packet(&block, site, at(me), flag).expect("nothing stops it");
+                        if me == 0 && epoch == 1 {
+                            memory.zero(at(me), packet::WORD);
+                        }
+                    }
+                }
+            }
+        };
+        let there = thread::spawn(rank(memory.clone(), 1));
+        rank(memory, 0)();
+        there.join().unwrap();
+    });
+}
+
+#[test]
+fn a_scrub_is_over_before_the_next_packet_of_its_half() {
+    scrub(true);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_executions_without_a_fence() {
+    scrub(false);
+}
+
+// ---- fifo ----
+
+/// Head in word 0, tail in word 1, the ring from word 4 on.
+fn fifo(memory: &LoomMemory, capacity: u32) -> Fifo {
+    Fifo {
+        ring: memory.atomic(4),
+        head: memory.atomic(0),
+        tail: memory.atomic(1),
+        capacity,
+        id: 3,
+    }
+}
+
+fn fifo_words(capacity: u32) -> u64 {
+    4 + u64::from(capacity) * TRIGGER_BYTES / 8
+}
+
+/// A trigger whose every field tells who pushed it, as which one.
+fn trigger(producer: u64, index: u64) -> Trigger {
+    let id = producer * 4 + index + 1;
+    Trigger {
+        kind: if index == 0 {
+            TriggerKind::PUT
+        } else {
+            TriggerKind::SIGNAL.with(TriggerKind::FLUSH)
+        },
+        channel: id as u32 | 0xf_0000,
+        dst_memory: id as u32 | 0x8_0000,
+        src_memory: id as u32,
+        dst_offset: id << 40,
+        src_offset: u64::MAX - id,
+        size: id,
+    }
+}
+
+/// The triggers that `pushes` of each producer add up to, taken in order; for each the payload that
+/// was written before its push must be there.
+fn consume(memory: &LoomMemory, fifo: &Fifo, producers: u64, pushes: u64) {
+    let mut missing: Vec<_> = (0..producers)
+        .flat_map(|p| (0..pushes).map(move |i| (p, i)))
+        .collect();
+    let mut next = vec![0; producers as usize];
+    for position in 0..producers * pushes {
+        let taken = loop {
+            // SAFETY: the handle's addresses lie in the arena; this thread alone pops.
+            match unsafe { fifo.poll(memory, position) } {
+                Some(taken) => break taken,
+                None => thread::yield_now(),
+            }
+        };
+        let found = missing
+            .iter()
+            .position(|&(p, i)| trigger(p, i) == taken)
+            .expect("a trigger that nobody pushed, or twice");
+        let (producer, index) = missing.swap_remove(found);
+        assert_eq!(next[producer as usize], index, "out of order");
+        next[producer as usize] += 1;
+        let payload = memory.plain(producer * pushes + index);
+        assert_eq!(read(memory, payload), 100 + index);
+        // The answer to whoever waits for this trigger.
+        write(memory, memory.plain(8 + producer * pushes + index), 200 + index);
+        // SAFETY: as above.
+        unsafe { fifo.publish_handled(memory, position + 1) };
+    }
+    // SAFETY: as above.
+    assert_eq!(unsafe { fifo.poll(memory, producers * pushes) }, None);
+}
+
+/// Pushes, each after a plain write of its payload; then waits for the last of them if asked to.
+fn produce(memory: &Arc<LoomMemory>, fifo: &Fifo, producer: u64, pushes: u64, flush: bool) {
+    let block = LoomBlock::new(memory);
+    for index in 0..pushes {
+        let number = producer * pushes + index;
+        write(memory, memory.plain(number), 100 + index);
+        // SAFETY: the handle's addresses lie in the arena.
+        let position = unsafe { fifo.push(&block, OP, &trigger(producer, index)) }
+            .expect("nothing stops it");
+        if flush && index + 1 == pushes {
+            // SAFETY: as above.
+            unsafe { fifo.wait_handled(&block, OP, position) }.expect("nothing stops it");
+            assert_eq!(read(memory, memory.plain(8 + number)), 200 + index);
+        }
+    }
+}
+
+#[test]
+fn a_fifo_wraps_and_waits_for_room() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(fifo_words(2), 16));
+        let fifo = fifo(&memory, 2);
+        let producer = {
+            let memory = memory.clone();
+            thread::spawn(move || produce(&memory, &fifo, 0, 4, true))
+        };
+        consume(&memory, &fifo, 1, 4);
+        producer.join().unwrap();
+    });
+}
+
+#[test]
+fn two_producers_share_a_fifo() {
+    bounded_model(FIFO_PREEMPTIONS, || {
+        let memory = Arc::new(LoomMemory::new(fifo_words(2), 16));
+        let fifo = fifo(&memory, 2);
+        let producers = [0, 1].map(|p| {
+            let memory = memory.clone();
+            thread::spawn(move || produce(&memory, &fifo, p, 2, true))
+        });
+        consume(&memory, &fifo, 2, 2);
+        for producer in producers {
+            producer.join().unwrap();
+        }
+    });
+}
+
+/// Three threads with a dozen atomic operations each.
+const FIFO_PREEMPTIONS: Option<usize> = Some(2);
+
+#[test]
+fn two_producers_of_one_trigger_each() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(fifo_words(1), 16));
+        let fifo = fifo(&memory, 1);
+        let producers = [0, 1].map(|p| {
+            let memory = memory.clone();
+            thread::spawn(move || produce(&memory, &fifo, p, 1, false))
+        });
+        consume(&memory, &fifo, 2, 1);
+        for producer in producers {
+            producer.join().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_full_fifo_blocks() {
+    model(|| {
+        let memory = Arc::new(LoomMemory::new(fifo_words(2), 8));
+        let fifo = fifo(&memory, 2);
+        produce(&memory, &fifo, 0, 2, false);
+        let mut block = LoomBlock::new(&memory);
+        block.patience = 2;
+        // SAFETY: the handle's addresses lie in the arena.
+        let full = unsafe { fifo.push(&block, OP, &trigger(1, 0)) };
+        assert_eq!(full, Err(Stopped::Deadline));
+        // Nothing was written over.
+        for position in 0..2 {
+            // SAFETY: as above.
+            let kept = unsafe { fifo.poll(&*memory, position) };
+            assert_eq!(kept, Some(trigger(0, position)));
+        }
+        // SAFETY: as above.
+        assert_eq!(unsafe { fifo.poll(&*memory, 2) }, None);
+        // SAFETY: as above.
+        let handled = unsafe { fifo.wait_handled(&block, OP, 0) };
+        assert_eq!(handled, Err(Stopped::Deadline));
+    });
+}
+
+// ---- the executor ----
+
+/// A sum of `u32`s through [`LoomMemory`].
+struct LoomReducer;
+
+impl Reducer for LoomReducer {
+    unsafe fn reduce<B: Block, S: Fn(u32) -> Location, D: Fn(u32) -> Location>(
+        &self,
+        block: &B,
+        sources: &Sources<S>,
+        destinations: &Sources<D>,
+        elements: u64,
+        _divisor: u32,
+        flag: u32,
+    ) -> Result<(), Stopped> {
+        let memory = block.memory();
+        for i in 0..elements {
+            let mut sum = 0_u32;
+            for k in 0..sources.count {
+                let from = (sources.at)(k);
+                // SAFETY: the caller promises the sources.
+                let value = unsafe {
+                    match from.packets {
+                        Some(site) => {
+                            packet::read_packet(block, site, from.addr + i * packet::WORD, flag)?
+                        }
+                        None => memory.read::<u32>(from.addr + i * 4),
+                    }
+                };
+                sum = sum.wrapping_add(value);
+            }
+            for k in 0..destinations.count {
+                let to = (destinations.at)(k);
+                assert!(to.packets.is_none());
+                // SAFETY: the caller promises the destinations.
+                unsafe { memory.write(to.addr + i * 4, sum) };
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Plain words of a rank's tables and buffers.
+const RANK_WORDS: u64 = 64;
+/// Atomic words of a rank: three counters a line each, then two halves of two packet slots.
+const RANK_ATOMICS: u64 = 2 * COUNTER_STRIDE / 8 + 16;
+
+/// Where a rank's input lies, and then its output.
+fn buffer(memory: &LoomMemory, rank: u64) -> u64 {
+    memory.plain(rank * RANK_WORDS + 56)
+}
+
+/// Lays out a one-shot packet all-reduce of two ranks for one of them: every slot is one chunk of
+/// 16 bytes.
+fn one_shot(memory: &LoomMemory, rank: u32, epoch: u64) -> Program {
+    let tables = memory.plain(u64::from(rank) * RANK_WORDS);
+    let counters = |rank: u32| memory.atomic(u64::from(rank) * RANK_ATOMICS);
+    let packets = |rank: u32| counters(rank) + 2 * COUNTER_STRIDE;
+    let program = Program {
+        blocks: tables,
+        ops: tables + 8,
+        operands: tables + 8 + 96,
+        links: 0,
+        semaphores: 0,
+        bases: tables + 8 + 96 + 5 * 16,
+        counters: counters(rank),
+        scratch_half: 0,
+        packets_half: 64,
+        rank,
+        ranks: 2,
+        block_count: 1,
+        chunks: 1,
+        element: 4,
+    };
+    let peer = 1 - rank;
+    let operand = |space, rank, index| Operand {
+        space,
+        rank,
+        index,
+        peer,
+    };
+    let op = |kind, first_operand, sources| Op {
+        kind,
+        chunk: 0,
+        chunks: 1,
+        slice: 0,
+        slices: 1,
+        first_operand,
+        sources,
+        destinations: 1,
+        first_link: 0,
+        links: 0,
+        last: 1,
+    };
+    let input = operand(Space::Input, rank, 0);
+    let operands = [
+        input,
+        operand(Space::Packets, peer, rank),
+        input,
+        operand(Space::Packets, rank, peer),
+        operand(Space::Output, rank, 0),
+    ];
+    let ops = [op(OpKind::Move, 0, 1), op(OpKind::Reduce, 2, 2)];
+    // SAFETY: the tables lie in this rank's part of the arena.
+    unsafe {
+        memory.write(program.blocks, BlockOps { first: 0, count: 2 });
+        for (i, op) in ops.into_iter().enumerate() {
+            memory.write(program.ops + (i * size_of::<Op>()) as u64, op);
+        }
+        for (i, operand) in operands.into_iter().enumerate() {
+            memory.write(program.operands + (i * size_of::<Operand>()) as u64, operand);
+        }
+        for r in 0..2 {
+            let entry = program.bases + (u64::from(r) * SPACES + Space::Packets as u64) * 8;
+            memory.write(entry, packets(r));
+        }
+        memory.store(program.counters, epoch);
+    }
+    program
+}
+
+/// `executions` in a row of one rank; what it contributes and gets changes from one to the next.
+fn launches(memory: &Arc<LoomMemory>, program: &Program, executions: u64) {
+    let block = LoomBlock::new(memory);
+    let rank = u64::from(program.rank);
+    let value = |execution: u64, rank: u64| (execution * 16 + rank * 3 + 1) as u32;
+    let launch = Launch {
+        input: buffer(memory, rank),
+        output: buffer(memory, rank) + 8,
+        input_offset: 0,
+        output_offset: 0,
+        bytes: 4,
+    };
+    for execution in 0..executions {
+        // SAFETY: the buffers lie in this rank's part of the arena, and the program is laid out.
+        unsafe {
+            memory.write(launch.input, value(execution, rank));
+            run_block(&block, &LoomReducer, program, &launch, 0).expect("nothing stops it");
+            let sum: u32 = memory.read(launch.output);
+            assert_eq!(sum, value(execution, 0) + value(execution, 1));
+        }
+    }
+    // SAFETY: the counters lie in the arena.
+    let left = unsafe { memory.load(program.counters + COUNTER_STRIDE) };
+    assert_eq!(left, 0);
+}
+
+fn execute(epoch: u64, executions: u64) {
+    model(move || {
+        let memory = Arc::new(LoomMemory::new(2 * RANK_ATOMICS, 2 * RANK_WORDS));
+        let [zero, one] = [0, 1].map(|rank| one_shot(&memory, rank, epoch));
+        let there = {
+            let memory = memory.clone();
+            thread::spawn(move || launches(&memory, &one, executions))
+        };
+        launches(&memory, &zero, executions);
+        there.join().unwrap();
+        // SAFETY: the counters lie in the arena.
+        let ends = [zero, one].map(|program| unsafe { memory.load(program.counters) });
+        assert_eq!(ends, [epoch + executions; 2]);
+    });
+}
+
+#[test]
+fn a_program_runs_twice_in_a_row() {
+    execute(1, 2);
+}
+
+#[test]
+fn a_program_runs_across_a_scrub() {
+    // The first execution is one that ends with clearing its half; the third uses it again.
+    execute(1 << 30, 3);
+}
+
+#[test]
+fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
+    model(|| {
+        // Two blocks of one rank: each writes its word, meets the other, reads the other's word.
+        let memory = Arc::new(LoomMemory::new(3 * COUNTER_STRIDE / 8, 2 * RANK_WORDS));
+        let tables = memory.plain(0);
+        let program = Program {
+            blocks: tables,
+            ops: tables + 16,
+            operands: tables + 16 + 6 * 48,
+            links: 0,
+            semaphores: 0,
+            bases: tables + 16 + 6 * 48 + 8 * 16,
+            counters: memory.atomic(0),
+            scratch_half: 0,
+            packets_half: 0,
+            rank: 0,
+            ranks: 1,
+            block_count: 2,
+            chunks: 1,
+            element: 4,
+        };
+        let [input, output, scratch] = [80, 84, 88].map(|i| memory.plain(i));
+        // SAFETY: the tables lie in the arena.
+        unsafe {
+            for block in 0..2 {
+                let first = block * 3;
+                memory.write(program.blocks + u64::from(block) * 8, BlockOps { first, count: 3 });
+                let op = |kind, slice, first_operand, links| Op {
+                    kind,
+                    chunk: 0,
+                    chunks: 1,
+                    slice,
+                    slices: 2,
+                    first_operand,
+                    sources: 1,
+                    destinations: 1,
+                    first_link: 0,
+                    links,
+                    last: 0,
+                };
+                let ops = [
+                    op(OpKind::Move, block, 0, 0),
+                    op(OpKind::Barrier, 0, 0, 2),
+                    op(OpKind::Move, 1 - block, 2, 0),
+                ];
+                for (i, op) in ops.into_iter().enumerate() {
+                    let entry = u64::from(first) as usize + i;
+                    memory.write(program.ops + (entry * size_of::<Op>()) as u64, op);
+                }
+            }
+            let operand = |space| Operand {
+                space,
+                rank: 0,
+                index: 0,
+                peer: 0,
+            };
+            let operands = [Space::Input, Space::Scratch, Space::Scratch, Space::Output];
+            for (i, space) in operands.into_iter().enumerate() {
+                let entry = program.operands + (i * size_of::<Operand>()) as u64;
+                memory.write(entry, operand(space));
+            }
+            memory.write(program.bases + Space::Scratch as u64 * 8, scratch);
+            memory.store(program.counters, 1);
+            for i in 0..4 {
+                memory.write(input + i * 8, 10 + i);
+            }
+        }
+        let launch = Launch {
+            input,
+            output,
+            input_offset: 0,
+            output_offset: 0,
+            bytes: 32,
+        };
+        let run = move |memory: Arc<LoomMemory>, index| {
+            let block = LoomBlock::new(&memory);
+            // SAFETY: the program is laid out; the buffers lie in the arena.
+            unsafe { run_block(&block, &LoomReducer, &program, &launch, index) }
+                .expect("nothing stops it");
+        };
+        let there = {
+            let memory = memory.clone();
+            thread::spawn(move || run(memory, 1))
+        };
+        run(memory.clone(), 0);
+        there.join().unwrap();
+        // SAFETY: the counters lie in the arena.
+        let (epoch, left) = unsafe {
+            (
+                memory.load(program.counters),
+                memory.load(program.counters + COUNTER_STRIDE),
+            )
+        };
+        assert_eq!((epoch, left), (2, 0));
+        for i in 0..4 {
+            assert_eq!(read(&memory, output + i * 8), 10 + i);
+        }
+    });
+}
