@@ -211,7 +211,6 @@ fn exchange<T: Serialize + DeserializeOwned>(
 
 /// Offers `memory` under `key` and maps what the ranks of this host offer. Returns the keys of all
 /// ranks. The offer must stand until all have [settled](settle).
-#[expect(clippy::type_complexity, reason = "two lists, in rank order")]
 fn share(
     group: &Group,
     key: u64,

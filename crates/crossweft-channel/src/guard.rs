@@ -1,7 +1,9 @@
 //! What ends a wait, and the words for it.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossweft_device::{Site, Stopped, WaitKind, Waiting};
@@ -58,6 +60,8 @@ pub struct Guard<'a> {
     started: Instant,
     limit: Duration,
     reported: AtomicBool,
+    /// When this launch first waited for ranks that have left.
+    left: Mutex<BTreeMap<u32, Instant>>,
 }
 
 impl<'a> Guard<'a> {
@@ -69,6 +73,7 @@ impl<'a> Guard<'a> {
             started: Instant::now(),
             limit,
             reported: AtomicBool::new(false),
+            left: Mutex::default(),
         }
     }
 
@@ -78,10 +83,19 @@ impl<'a> Guard<'a> {
         match (stopped, self.endpoint.group().liveness().failure()) {
             (_, Some(failure)) => StopCause::Failure(failure.to_string()),
             (Stopped::Deadline, None) => StopCause::Deadline { limit: self.limit },
-            (_, None) => StopCause::PeerLeft {
+            (_, None) if self.peer(waiting) == Some(PeerState::Left) => StopCause::PeerLeft {
                 rank: waiting.site.peer,
             },
+            // Nothing ended this one: it was not even begun.
+            (_, None) => StopCause::Poisoned,
         }
+    }
+
+    /// The state of the rank that is waited for, if it is one.
+    fn peer(&self, waiting: &Waiting) -> Option<PeerState> {
+        let peer = waiting.site.peer;
+        let is_rank = peer < self.endpoint.world_size();
+        is_rank.then(|| self.endpoint.group().liveness().peer(peer))
     }
 
     /// The failure of the job, if there is one.
@@ -123,23 +137,28 @@ impl Guard<'_> {
         describe(waiting)
     }
 
+    /// `rank`, which is waited for, has left; ends the wait when that has been so for a while.
     #[cold]
-    fn long_wait(&self, waiting: &Waiting, block: u32, waited: Duration) -> Result<(), Stopped> {
-        let peer = waiting.site.peer;
-        let state = (peer < self.endpoint.world_size())
-            .then(|| self.endpoint.group().liveness().peer(peer));
-        if waited > LEFT_GRACE && matches!(state, Some(PeerState::Left)) {
-            return Err(Stopped::Aborted);
+    fn wait_for_left(&self, rank: u32) -> Result<(), Stopped> {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let since = left.entry(rank).or_insert_with(Instant::now);
+        match since.elapsed() > LEFT_GRACE {
+            true => Err(Stopped::Aborted),
+            false => Ok(()),
         }
-        if waited > SILENCE && !self.reported.swap(true, Ordering::Relaxed) {
+    }
+
+    #[cold]
+    fn report(&self, waiting: &Waiting, block: u32, waited: Duration) {
+        if !self.reported.swap(true, Ordering::Relaxed) {
             tracing::warn!(
-                "rank {} has waited {} s for {} in thread block {block}; that rank is {state:?}",
+                "rank {} has waited {} s for {} in thread block {block}; that rank is {:?}",
                 self.endpoint.rank(),
                 waited.as_secs(),
                 describe(waiting),
+                self.peer(waiting),
             );
         }
-        Ok(())
     }
 }
 
@@ -152,10 +171,12 @@ impl Supervisor for Guard<'_> {
         if waited > self.limit {
             return Err(Stopped::Deadline);
         }
-        if waited > LEFT_GRACE {
-            self.long_wait(waiting, block, waited)
-        } else {
-            Ok(())
+        if waited > SILENCE {
+            self.report(waiting, block, waited);
+        }
+        match self.peer(waiting) {
+            Some(PeerState::Left) => self.wait_for_left(waiting.site.peer),
+            _ => Ok(()),
         }
     }
 }

@@ -47,15 +47,18 @@ impl Place<'_> {
     /// The address of `bytes` bytes here.
     fn range(&self, bytes: u64, what: &str) -> Result<u64, ChannelError> {
         let memory = self.memory.of(self.rank)?;
-        if !contains(memory.bytes(), self.offset, bytes) {
-            let error = HalError::OutOfRange {
-                offset: self.offset,
-                bytes,
-                size: memory.bytes(),
-            };
-            return Err(ChannelError::memory(what)(error));
+        match contains(memory.bytes(), self.offset, bytes) {
+            true => Ok(memory.addr() + self.offset),
+            false => Err(self.out_of_range(bytes, what)),
         }
-        Ok(memory.addr() + self.offset)
+    }
+
+    fn out_of_range(&self, bytes: u64, what: &str) -> ChannelError {
+        ChannelError::memory(what)(HalError::OutOfRange {
+            offset: self.offset,
+            bytes,
+            size: self.memory.bytes(),
+        })
     }
 }
 
@@ -79,12 +82,7 @@ pub(crate) fn signal(endpoint: &Endpoint, counter: Place<'_>) -> Result<(), Chan
     let what = "signalling a peer";
     let outbound = counter.range(8, what)?;
     if !outbound.is_multiple_of(8) {
-        let error = HalError::OutOfRange {
-            offset: counter.offset,
-            bytes: 8,
-            size: counter.memory.bytes(),
-        };
-        return Err(ChannelError::memory(what)(error));
+        return Err(counter.out_of_range(8, what));
     }
     let semaphore = Semaphore {
         outbound,

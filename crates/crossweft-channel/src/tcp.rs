@@ -11,8 +11,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crossweft_net::PeerState;
 use crossweft_net::auth::{self, Role};
-use crossweft_net::{Failure, PeerState};
 
 use crate::frame::{FRAME, Frame, MAX_PUT};
 use crate::shared::{self, Place};
@@ -258,16 +258,14 @@ fn verdict(endpoint: &Endpoint, peer: u32) -> Option<String> {
     }
 }
 
-/// Stops the job because of `error`, and says so in this rank's log.
+/// Stops the job because of `error`, and says so in this rank's log. Returns when the other ranks
+/// have been told, or a moment later.
 pub(crate) fn fail_job(endpoint: &Endpoint, error: &ChannelError) {
-    let liveness = endpoint.group().liveness();
-    if liveness.failure().is_none() {
+    // Whoever failed first has told.
+    if !endpoint.group().liveness().stopped() {
         tracing::error!("rank {}: {error}", endpoint.rank());
+        endpoint.group().abort(&error.to_string());
     }
-    liveness.fail_local(Failure::Aborted {
-        by: endpoint.rank(),
-        reason: error.to_string(),
-    });
 }
 
 /// The receiving end: a listener, and a thread for each connection.
@@ -468,5 +466,179 @@ fn serve(endpoint: &Endpoint, peer: u32, stream: &TcpStream) -> Result<(), Broke
                 return Ok(());
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossweft_hal::cpu::SharedMemory;
+    use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
+
+    use crate::RegisteredMemory;
+
+    /// A job of one rank that listens, with a memory of one page.
+    struct Alone {
+        endpoint: Arc<Endpoint>,
+        memory: Arc<RegisteredMemory>,
+        receiver: Receiver,
+        address: SocketAddr,
+    }
+
+    impl Alone {
+        fn new() -> Self {
+            let deadline = Instant::now() + Duration::from_secs(30);
+            let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
+            let options = JoinOptions::default();
+            let group = Group::join(&rendezvous.unique_id(), 0, 1, &options).unwrap();
+            let endpoint = Endpoint::new(Arc::new(group), deadline).unwrap();
+            let memory = SharedMemory::create(4096).unwrap();
+            let memory = endpoint.register(memory, "testing", deadline).unwrap();
+            let (receiver, port) = Receiver::start(&endpoint).unwrap();
+            let address = SocketAddr::new(endpoint.group().peer_address(0), port);
+            Self {
+                endpoint,
+                memory,
+                receiver,
+                address,
+            }
+        }
+
+        fn connect(&self) -> TcpStream {
+            let stream = TcpStream::connect(self.address).unwrap();
+            let limit = Some(Duration::from_secs(30));
+            stream.set_read_timeout(limit).unwrap();
+            stream
+        }
+
+        /// A member's connection.
+        fn prove(&self) -> TcpStream {
+            let mut stream = self.connect();
+            let role = Role::Initiate {
+                purpose: PURPOSE,
+                own_rank: 0,
+                peer_rank: 0,
+            };
+            let deadline = Instant::now() + Duration::from_secs(30);
+            auth::prove(&mut stream, self.endpoint.group().key(), role, deadline).unwrap();
+            stream
+        }
+
+        fn word(&self, offset: u64) -> u64 {
+            let mut bytes = [0; 8];
+            self.memory.local().read(offset, &mut bytes).unwrap();
+            u64::from_ne_bytes(bytes)
+        }
+
+        fn failure(&self) -> Option<String> {
+            let failure = self.endpoint.group().liveness().failure();
+            failure.map(|failure| failure.to_string())
+        }
+
+        /// Returns what is read until the receiver closes the connection.
+        fn until_closed(mut stream: TcpStream) -> usize {
+            let mut answer = Vec::new();
+            match stream.read_to_end(&mut answer) {
+                Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
+                Ok(_) => {}
+            }
+            answer.len()
+        }
+    }
+
+    impl Drop for Alone {
+        fn drop(&mut self) {
+            self.receiver.close(Instant::now());
+        }
+    }
+
+    #[test]
+    fn strangers_are_dropped_and_disturb_nobody() {
+        let alone = Alone::new();
+        for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 4096], b"CWA1", b""] {
+            let mut stream = alone.connect();
+            stream.write_all(bytes).unwrap();
+            stream.shutdown(Shutdown::Write).unwrap();
+            assert!(
+                Alone::until_closed(stream) <= 48,
+                "no more than a challenge"
+            );
+        }
+        let mut stream = alone.prove();
+        let key = alone.memory.key(0);
+        let frames = [
+            Frame::Put {
+                key,
+                offset: 8,
+                length: 8,
+            },
+            Frame::Signal { key, offset: 64 },
+            Frame::Signal { key, offset: 64 },
+            Frame::Flush { sequence: 5 },
+        ];
+        for frame in frames {
+            stream.write_all(&frame.encode()).unwrap();
+            if matches!(frame, Frame::Put { .. }) {
+                stream.write_all(&77u64.to_ne_bytes()).unwrap();
+            }
+        }
+        let mut answer = [0; FRAME];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(Frame::decode(&answer), Ok(Frame::Ack { sequence: 5 }));
+        assert_eq!((alone.word(8), alone.word(64)), (77, 2));
+        stream.write_all(&Frame::Goodbye.encode()).unwrap();
+        assert_eq!(Alone::until_closed(stream), 0);
+        assert_eq!(alone.failure(), None);
+    }
+
+    #[test]
+    fn a_member_that_asks_for_nonsense_fails_the_job() {
+        let put = |key, offset, length| Frame::Put {
+            key,
+            offset,
+            length,
+        };
+        let cases: [(&dyn Fn(u64) -> Frame, &str); 7] = [
+            (&|key| put(key, 4090, 8), "a put out of range"),
+            (&|key| put(key, u64::MAX - 3, 8), "a put out of range"),
+            (&|_| put(999, 0, 8), "memory 999"),
+            (&|key| put(key, 0, u32::MAX), "4294967295 bytes (limit"),
+            (&|key| Frame::Signal { key, offset: 4096 }, "lie outside"),
+            (&|key| Frame::Signal { key, offset: 4 }, "lie outside"),
+            (&|_| Frame::Ack { sequence: 1 }, "an unexpected Ack"),
+        ];
+        for (frame, words) in cases {
+            let alone = Alone::new();
+            let mut stream = alone.prove();
+            let frame = frame(alone.memory.key(0));
+            stream.write_all(&frame.encode()).unwrap();
+            stream.write_all(&[1; 64]).unwrap();
+            Alone::until_closed(stream);
+            let failure = alone.failure().unwrap();
+            assert!(failure.contains(words), "{failure}");
+            assert!(
+                (0..512).all(|n| alone.word(n * 8) == 0),
+                "nothing was written"
+            );
+        }
+        let alone = Alone::new();
+        let mut stream = alone.prove();
+        stream.write_all(&[0xee; FRAME]).unwrap();
+        Alone::until_closed(stream);
+        assert!(alone.failure().unwrap().contains("unknown kind"));
+    }
+
+    #[test]
+    fn a_connection_that_breaks_off_fails_the_job() {
+        let alone = Alone::new();
+        let mut stream = alone.prove();
+        stream.write_all(&[1; 10]).unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
+        assert_eq!(Alone::until_closed(stream), 0);
+        let failure = alone.failure().unwrap();
+        assert!(
+            failure.contains("no data connection with rank 0"),
+            "{failure}"
+        );
     }
 }

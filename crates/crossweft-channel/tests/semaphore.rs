@@ -1,4 +1,5 @@
 //! Semaphores and memory channels between ranks of one host, and how waits end.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
@@ -121,7 +122,10 @@ fn channels_are_not_crossed() {
                 unsafe {
                     channel.handle().semaphore.wait(block, OP)?;
                     let own = channel.handle().local + slot * 8;
-                    assert_eq!(crossweft_device::Memory::load(block.memory(), own), slot + 1);
+                    assert_eq!(
+                        crossweft_device::Memory::load(block.memory(), own),
+                        slot + 1
+                    );
                 }
             }
             Ok(())
@@ -173,7 +177,10 @@ fn put_get_read_write() {
             Ok(())
         })
         .unwrap();
-        assert_eq!(read(&remote, 24, BYTES), pattern(u64::from(1 - rank), BYTES));
+        assert_eq!(
+            read(&remote, 24, BYTES),
+            pattern(u64::from(1 - rank), BYTES)
+        );
         assert_eq!(read(&local, 500_000, BYTES), pattern(rank.into(), BYTES));
         endpoint.group().barrier(deadline()).unwrap();
     });

@@ -1,4 +1,5 @@
 //! Switch channels: reduce, broadcast and barrier over a group.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
@@ -11,7 +12,12 @@ const N: usize = 1000;
 const OUT: u64 = 8192;
 
 /// An all-reduce: every member reduces its share and broadcasts it.
-fn all_reduce(world_size: u32, dtype: DataType, op: ReduceOp, value: fn(u32, usize) -> [u8; 4]) -> Vec<Vec<u8>> {
+fn all_reduce(
+    world_size: u32,
+    dtype: DataType,
+    op: ReduceOp,
+    value: fn(u32, usize) -> [u8; 4],
+) -> Vec<Vec<u8>> {
     ranks(world_size, |endpoint| {
         let rank = endpoint.rank();
         let memory = register(&endpoint, 2 * OUT);
@@ -84,12 +90,18 @@ fn several_groups_at_once() {
             _ => &[1, 4],
         };
         let channel = SwitchChannel::new(&endpoint, &memory, members, deadline()).unwrap();
-        write(&memory, 8 * u64::from(rank), &(u64::from(rank) + 1).to_ne_bytes());
+        write(
+            &memory,
+            8 * u64::from(rank),
+            &(u64::from(rank) + 1).to_ne_bytes(),
+        );
         let src = memory.local().addr() + 8 * u64::from(rank);
         launch(&endpoint, LONG, |block| {
             // SAFETY: in range; each word has one writer until the barrier.
             unsafe {
-                channel.handle().broadcast(block, 8 * u64::from(rank), src, 8);
+                channel
+                    .handle()
+                    .broadcast(block, 8 * u64::from(rank), src, 8);
                 channel.handle().barrier(block)
             }
         })

@@ -1002,7 +1002,7 @@ mod tests {
                 "RDMA not found",
                 "variables none: ranks are started by crossweft itself",
                 "device cpu (the only device of this version)",
-                "ranks 4 unless told otherwise",
+                "ranks 2 unless told otherwise",
                 "transport shared memory (memfd)",
                 "bootstrap loopback",
                 "nothing",

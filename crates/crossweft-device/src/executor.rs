@@ -313,7 +313,13 @@ impl<B: Block> Execution<'_, B> {
                 let entry =
                     program.bases + (u64::from(program.rank) * SPACES + Space::Packets as u64) * 8;
                 let half = memory.read::<u64>(entry) + (self.epoch & 1) * program.packets_half;
-                memory.zero(half, program.packets_half);
+                // Word by word: the peers' stores, seen through relaxed loads alone, are ordered
+                // before atomic stores only.
+                let mut at = 0;
+                while at < program.packets_half {
+                    memory.store(half + at, 0);
+                    at += WORD;
+                }
             }
             memory.store_release(program.counters, self.epoch + 1);
         }

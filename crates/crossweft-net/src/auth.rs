@@ -1,7 +1,7 @@
 //! The mutual proof that both ends of a connection know the job's secret.
 //!
 //! Three messages of fixed size; nothing else is read from a connection before they check out, and
-//! a [`Handshake`] never asks for a byte beyond them, so the stream can be handed on afterwards.
+//! the handshake never asks for a byte beyond them, so the stream can be handed on afterwards.
 //!
 //! | message   | from      | bytes                                                               |
 //! |-----------|-----------|---------------------------------------------------------------------|

@@ -121,7 +121,7 @@ pub enum NetError {
     },
 
     /// The rendezvous ended without a single rank.
-    #[error("no rank joined within {after:?}; was the unique id passed to the ranks?")]
+    #[error("no rank joined within {after:.1?}; was the unique id passed to the ranks?")]
     NobodyJoined {
         /// How long the rendezvous waited.
         after: Duration,
@@ -180,7 +180,7 @@ pub enum NetError {
 
     /// Some ranks never came.
     #[error(
-        "{} of {world_size} ranks did not join within {after:?}: {} ({joined} joined); were they started, and with the same unique id?",
+        "{} of {world_size} ranks did not join within {after:.1?}: {} ({joined} joined); were they started, and with the same unique id?",
         missing.len(), RankList(missing)
     )]
     RanksMissing {

@@ -10,15 +10,15 @@ use crossweft_hal::cpu::{Grid, HostBlock, Schedule, SharedMemory};
 use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
 
 /// Nothing here takes nearly as long, unless it hangs.
-pub const LONG: Duration = Duration::from_secs(60);
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-pub fn deadline() -> Instant {
+pub(crate) fn deadline() -> Instant {
     Instant::now() + LONG
 }
 
 /// Runs `body` on `world_size` ranks and returns what they return, in rank order.
-pub fn ranks<T: Send>(world_size: u32, body: impl Fn(Arc<Endpoint>) -> T + Sync) -> Vec<T> {
-    let rendezvous = Rendezvous::start(&RendezvousOptions::new(world_size)).unwrap();
+pub(crate) fn ranks<T: Send>(world_size: u32, body: impl Fn(Arc<Endpoint>) -> T + Sync) -> Vec<T> {
+    let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
     let id = rendezvous.unique_id();
     std::thread::scope(|scope| {
         let (id, body) = (&id, &body);
@@ -41,7 +41,7 @@ pub fn ranks<T: Send>(world_size: u32, body: impl Fn(Arc<Endpoint>) -> T + Sync)
 }
 
 /// Runs device code on a grid of one block, with the error that a user would see.
-pub fn launch(
+pub(crate) fn launch(
     endpoint: &Endpoint,
     limit: Duration,
     body: impl Fn(&HostBlock<'_>) -> Result<(), Stopped>,
@@ -56,17 +56,17 @@ pub fn launch(
         })
 }
 
-pub fn register(endpoint: &Endpoint, bytes: u64) -> Arc<RegisteredMemory> {
+pub(crate) fn register(endpoint: &Endpoint, bytes: u64) -> Arc<RegisteredMemory> {
     let memory = SharedMemory::create(bytes).unwrap();
     endpoint.register(memory, "testing", deadline()).unwrap()
 }
 
-pub fn pool(endpoint: &Arc<Endpoint>, peers: &[u32]) -> Arc<SemaphorePool> {
+pub(crate) fn pool(endpoint: &Arc<Endpoint>, peers: &[u32]) -> Arc<SemaphorePool> {
     Arc::new(SemaphorePool::new(endpoint, peers, deadline()).unwrap())
 }
 
 /// `bytes` bytes that depend on every position and on `seed`.
-pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
+pub(crate) fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..bytes)
         .map(|_| {
@@ -78,19 +78,19 @@ pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
         .collect()
 }
 
-pub fn read(memory: &RegisteredMemory, offset: u64, bytes: usize) -> Vec<u8> {
+pub(crate) fn read(memory: &RegisteredMemory, offset: u64, bytes: usize) -> Vec<u8> {
     let mut data = vec![0; bytes];
     memory.local().read(offset, &mut data).unwrap();
     data
 }
 
-pub fn write(memory: &RegisteredMemory, offset: u64, data: &[u8]) {
+pub(crate) fn write(memory: &RegisteredMemory, offset: u64, data: &[u8]) {
     memory.local().write(offset, data).unwrap();
 }
 
 /// Asserts that an error's words contain each of `parts`.
 #[track_caller]
-pub fn says<T: std::fmt::Debug>(result: Result<T, ChannelError>, parts: &[&str]) {
+pub(crate) fn says<T: std::fmt::Debug>(result: Result<T, ChannelError>, parts: &[&str]) {
     let words = result.unwrap_err().to_string();
     for part in parts {
         assert!(words.contains(part), "{part:?} is not in {words:?}");

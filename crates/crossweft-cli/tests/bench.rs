@@ -1,0 +1,521 @@
+//! The `crossweft` command as a user runs it: processes, threads, launchers, mistakes and losses.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_crossweft");
+/// Whatever started the tests must not be taken for the launcher of the ranks.
+const LAUNCHER_VARIABLES: [&str; 12] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMIX_RANK",
+    "SLURM_PROCID",
+];
+
+fn crossweft(arguments: &str) -> Command {
+    let mut command = Command::new(PROGRAM);
+    command
+        .args(arguments.split_whitespace())
+        .stdin(Stdio::null());
+    for variable in LAUNCHER_VARIABLES {
+        command.env_remove(variable);
+    }
+    command
+}
+
+fn run(arguments: &str) -> Output {
+    crossweft(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs to a good end and returns the JSON report.
+fn report(arguments: &str) -> Value {
+    let output = run(&format!(
+        "bench all-reduce --format json --iters 3 {arguments}"
+    ));
+    assert_eq!(
+        output.status.code(),
+        Some(0),
+        "{arguments}: {}",
+        text(&output.stderr)
+    );
+    assert_eq!(text(&output.stderr), "", "{arguments}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Every row right, sizes as expected.
+fn assert_right(report: &Value, sizes: &[u64]) {
+    let rows = report["rows"].as_array().unwrap();
+    let found: Vec<u64> = rows
+        .iter()
+        .map(|row| row["bytes"].as_u64().unwrap())
+        .collect();
+    assert_eq!(found, sizes);
+    for row in rows {
+        assert_eq!(row["wrong"], 0, "{row}");
+        for field in ["time_us_p50", "time_us_min", "algbw_gbs", "busbw_gbs"] {
+            assert!(row[field].as_f64().unwrap() >= 0.0, "{field} in {row}");
+        }
+        assert!(
+            row["time_us_min"].as_f64() <= row["time_us_p50"].as_f64(),
+            "{row}"
+        );
+    }
+}
+
+#[test]
+fn the_main_job_prints_a_right_table_for_two_ranks() {
+    let output = run("bench all-reduce --max 64K");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let table = text(&output.stdout);
+    assert!(table.contains("2 ranks (processes) on cpu"), "{table}");
+    assert!(table.contains("# chosen: one-shot up to"), "{table}");
+    let header = table.lines().find(|line| line.contains("busbw")).unwrap();
+    for column in [
+        "size",
+        "count",
+        "type",
+        "redop",
+        "time",
+        "algbw",
+        "busbw",
+        "#wrong",
+        "algorithm",
+        "p50",
+    ] {
+        assert!(header.contains(column), "{header}");
+    }
+    let rows: Vec<Vec<&str>> = table
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    assert_eq!(rows.len(), 14, "8 B to 64 KiB by factors of 2:\n{table}");
+    for row in rows {
+        assert_eq!((row[2], row[3], row[7]), ("f32", "sum", "0"), "{row:?}");
+    }
+}
+
+#[test]
+fn processes_and_threads_of_several_numbers() {
+    for ranks in [1, 3, 5, 8] {
+        for how in ["", "--threads"] {
+            let report = report(&format!(
+                "--ranks {ranks} {how} --min 6 --max 10K --factor 41"
+            ));
+            assert_right(&report, &[4, 244, 10_084]);
+            assert_eq!(report["ranks"], ranks);
+            let started = if how.is_empty() {
+                "processes"
+            } else {
+                "threads"
+            };
+            assert_eq!(report["started_as"], started);
+        }
+    }
+}
+
+#[test]
+fn every_type_and_operation() {
+    let dtypes = [
+        "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64", "f16", "bf16", "f32", "f64",
+        "f8e4m3", "f8e5m2",
+    ];
+    for dtype in dtypes {
+        for op in ["sum", "prod", "min", "max", "avg"] {
+            let report = report(&format!(
+                "--ranks 3 --threads --dtype {dtype} --op {op} --min 8008 --max 8008"
+            ));
+            assert_right(&report, &[8008]);
+            assert_eq!(report["rows"][0]["dtype"], dtype);
+            assert_eq!(report["rows"][0]["op"], op);
+        }
+    }
+}
+
+#[test]
+fn places_and_algorithms() {
+    for (arguments, algorithm) in [
+        ("--in-place", "two-shot"),
+        ("--buffers private", "two-shot-staged"),
+        ("--buffers private --in-place", "two-shot-staged"),
+        ("--algorithm one-shot", "one-shot"),
+        ("--algorithm ring", "ring"),
+        ("--algorithm two-shot-staged --in-place", "two-shot-staged"),
+    ] {
+        let report = report(&format!(
+            "--ranks 2 --min 0 --max 200K --factor 50000 {arguments}"
+        ));
+        assert_right(&report, &[0, 4, 200_000]);
+        assert_eq!(report["rows"][2]["algorithm"], algorithm, "{arguments}");
+        assert!(report["chosen"].as_str().unwrap().contains(algorithm));
+    }
+}
+
+#[test]
+fn mistakes_are_exit_code_2_and_one_clear_message() {
+    for (arguments, words) in [
+        ("bench all-reduce --dtype f31", "the types are i8, u8"),
+        (
+            "bench all-reduce --op xor",
+            "the operations are sum, prod, min, max, avg",
+        ),
+        (
+            "bench all-reduce --algorithm tree",
+            "the algorithms are one-shot",
+        ),
+        (
+            "bench all-reduce --min 1M --max 1K",
+            "--min 1048576 is larger than --max 1024",
+        ),
+        ("bench all-reduce --max 64X", "such as 8, 64K or 16M"),
+        ("bench all-reduce --max 64G", "the largest size is 16G"),
+        ("bench all-reduce --factor 1", "1 is not in 2.."),
+        ("bench all-reduce --ranks 0", "0 is not in 1..=64"),
+        (
+            "bench all-reduce --device cuda",
+            "this version has no CUDA device; use --device cpu",
+        ),
+        (
+            "bench all-reduce --device tpu",
+            "possible values: auto, cpu",
+        ),
+        (
+            "bench all-reduce --algorithm two-shot --buffers private",
+            "needs --buffers symmetric",
+        ),
+        ("bench all-gather", "unrecognized subcommand"),
+        ("frobnicate", "unrecognized subcommand"),
+    ] {
+        let output = run(arguments);
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments}: {message}");
+        assert!(message.contains(words), "{arguments}: {message}");
+        assert!(message.starts_with("error: "), "{arguments}: {message}");
+        assert_eq!(text(&output.stdout), "", "{arguments}");
+    }
+    let output = crossweft("bench all-reduce")
+        .env("RANK", "0")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        text(&output.stderr).contains("WORLD_SIZE"),
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+#[test]
+fn help_and_doctor() {
+    let help = run("bench all-reduce --help");
+    assert_eq!(help.status.code(), Some(0));
+    assert!(text(&help.stdout).contains("--in-place"));
+    let doctor = run("doctor");
+    assert_eq!(doctor.status.code(), Some(0));
+    assert!(
+        text(&doctor.stdout).contains("memfd"),
+        "{}",
+        text(&doctor.stdout)
+    );
+    let json: Value = serde_json::from_slice(&run("doctor --format json").stdout).unwrap();
+    assert_eq!(json["used"]["device"], "cpu");
+}
+
+/// Starts one process a rank, as a launcher would.
+fn launch(
+    ranks: u32,
+    environment: impl Fn(u32) -> Vec<(&'static str, String)>,
+    arguments: impl Fn(u32) -> String,
+) -> Vec<Output> {
+    let children: Vec<Child> = (0..ranks)
+        .map(|rank| {
+            crossweft(&arguments(rank))
+                .envs(environment(rank))
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    children
+        .into_iter()
+        .map(|child| child.wait_with_output().unwrap())
+        .collect()
+}
+
+/// A name that no other test or run uses.
+fn unique(name: &str) -> String {
+    format!("{name}-{}", std::process::id())
+}
+
+fn torchrun(job: &str, world_size: u32) -> impl Fn(u32) -> Vec<(&'static str, String)> {
+    let job = unique(job);
+    move |rank| {
+        vec![
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", world_size.to_string()),
+            ("LOCAL_RANK", rank.to_string()),
+            ("LOCAL_WORLD_SIZE", world_size.to_string()),
+            ("MASTER_ADDR", "127.0.0.1".to_owned()),
+            ("MASTER_PORT", "29500".to_owned()),
+            ("TORCHELASTIC_RUN_ID", job.clone()),
+        ]
+    }
+}
+
+fn open_mpi(rank: u32) -> Vec<(&'static str, String)> {
+    vec![
+        ("OMPI_COMM_WORLD_RANK", rank.to_string()),
+        ("OMPI_COMM_WORLD_SIZE", "4".to_owned()),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", rank.to_string()),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "4".to_owned()),
+        ("PMIX_NAMESPACE", unique("prterun@1")),
+        ("PMIX_RANK", rank.to_string()),
+    ]
+}
+
+fn slurm(rank: u32) -> Vec<(&'static str, String)> {
+    vec![
+        ("SLURM_PROCID", rank.to_string()),
+        ("SLURM_NTASKS", "4".to_owned()),
+        ("SLURM_LOCALID", rank.to_string()),
+        ("SLURM_NNODES", "1".to_owned()),
+        ("SLURM_JOB_ID", std::process::id().to_string()),
+        ("SLURM_STEP_ID", "0".to_owned()),
+    ]
+}
+
+#[test]
+fn ranks_of_other_launchers_find_each_other() {
+    let arguments = |_| "bench all-reduce --format json --iters 3 --max 4K --factor 32".to_owned();
+    for (outputs, name) in [
+        (launch(4, torchrun("torch", 4), arguments), "torchrun"),
+        (launch(4, open_mpi, arguments), "Open MPI"),
+        (launch(4, slurm, arguments), "Slurm"),
+    ] {
+        for output in &outputs {
+            assert_eq!(
+                output.status.code(),
+                Some(0),
+                "{name}: {}",
+                text(&output.stderr)
+            );
+        }
+        let report: Value = serde_json::from_slice(&outputs[0].stdout).unwrap();
+        assert_right(&report, &[8, 256]);
+        assert_eq!(report["ranks"], 4);
+        assert!(
+            report["started_as"].as_str().unwrap().contains(name),
+            "{report}"
+        );
+        assert!(
+            outputs[1..].iter().all(|output| output.stdout.is_empty()),
+            "only rank 0 prints"
+        );
+    }
+    let outputs = launch(1, torchrun("ranks", 4), |_| {
+        "bench all-reduce --ranks 3".to_owned()
+    });
+    assert_eq!(outputs[0].status.code(), Some(2));
+    assert!(text(&outputs[0].stderr).contains("--ranks 3, but torchrun started 4"));
+}
+
+#[test]
+fn a_wrong_result_is_exit_code_1_on_every_rank() {
+    // Rank 1 brings other data than rank 0 was told to expect, and the other way round.
+    let outputs = launch(2, torchrun("wrong", 2), |rank| {
+        format!("bench all-reduce --max 8 --iters 3 --format json --seed {rank}")
+    });
+    for output in &outputs {
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+        assert!(
+            text(&output.stderr).contains("instead of"),
+            "{}",
+            text(&output.stderr)
+        );
+    }
+    let report: Value = serde_json::from_slice(&outputs[0].stdout).unwrap();
+    assert!(
+        report["rows"][0]["wrong"].as_u64().unwrap() >= 2,
+        "{report}"
+    );
+}
+
+#[test]
+fn ranks_that_never_come_are_named() {
+    let start = Instant::now();
+    let outputs = launch(2, torchrun("missing", 4), |_| {
+        "bench all-reduce --timeout 2".to_owned()
+    });
+    assert!(start.elapsed() < Duration::from_secs(20));
+    for output in outputs {
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{message}");
+        assert!(message.contains("2 of 4 ranks did not join"), "{message}");
+        assert!(message.contains("ranks [2, 3]"), "{message}");
+    }
+}
+
+/// The processes that `parent` has started, with their ranks.
+fn ranks_of(parent: u32) -> Vec<(u32, u32)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else {
+            continue;
+        };
+        let Ok(environment) = fs::read(entry.path().join("environ")) else {
+            continue;
+        };
+        let environment = text(&environment);
+        let value = |name: &str| {
+            environment
+                .split('\0')
+                .find_map(|v| v.strip_prefix(name)?.parse::<u32>().ok())
+        };
+        if value("CROSSWEFT_PARENT=") == Some(parent)
+            && let Some(rank) = value("CROSSWEFT_RANK=")
+        {
+            found.push((rank, pid));
+        }
+    }
+    found.sort_unstable();
+    found
+}
+
+fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(
+            start.elapsed() < limit,
+            "{what} did not happen within {limit:?}"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A job that would run for minutes, in the middle of its work.
+fn endless(ranks: u32) -> (Child, Vec<(u32, u32)>) {
+    let arguments = format!("bench all-reduce --ranks {ranks} --max 64K --iters 1000000");
+    let mut child = crossweft(&arguments)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // The header is printed when everything is prepared and the first size begins.
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.next().unwrap().unwrap().starts_with("# crossweft"));
+    std::thread::sleep(Duration::from_millis(500));
+    let processes = ranks_of(child.id());
+    assert_eq!(processes.len(), ranks as usize);
+    (child, processes)
+}
+
+fn kill(pid: u32, signal: &str) {
+    let status = Command::new("kill")
+        .args([signal, &pid.to_string()])
+        .status()
+        .unwrap();
+    assert!(status.success());
+}
+
+fn alive(pid: u32) -> bool {
+    // A zombie that nobody has reaped yet is gone for all that matters.
+    fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+        !stat
+            .rsplit(')')
+            .next()
+            .unwrap_or("")
+            .trim_start()
+            .starts_with('Z')
+    })
+}
+
+fn shared_memory_files() -> BTreeSet<String> {
+    let entries = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    entries
+        .map(|e| e.file_name().to_string_lossy().into_owned())
+        .collect()
+}
+
+#[test]
+fn a_killed_rank_ends_the_others_with_exit_code_3_and_its_name() {
+    let files = shared_memory_files();
+    for victim in [0, 2] {
+        let (child, processes) = endless(3);
+        let start = Instant::now();
+        kill(processes[victim].1, "-KILL");
+        let output = child.wait_with_output().unwrap();
+        let took = start.elapsed();
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{message}");
+        assert!(took < Duration::from_secs(5), "{took:?}: {message}");
+        assert!(
+            message.contains(&format!("rank {victim} was killed by signal 9")),
+            "{message}"
+        );
+        for survivor in (0..3).filter(|rank| *rank != victim) {
+            // Each says what it waited for, and who died.
+            let own = format!("error: rank {survivor}: ");
+            let line = message
+                .lines()
+                .find(|line| line.starts_with(&own))
+                .unwrap_or_else(|| panic!("rank {survivor} says nothing: {message}"));
+            assert!(line.contains(&format!("rank {victim} died")), "{line}");
+        }
+        assert!(
+            !message.contains("ending the ranks that are left"),
+            "{message}"
+        );
+        assert!(
+            processes.iter().all(|(_, pid)| !alive(*pid)),
+            "a process stayed behind"
+        );
+    }
+    let left: Vec<_> = shared_memory_files().difference(&files).cloned().collect();
+    assert!(
+        !left.iter().any(|name| name.contains("crossweft")),
+        "left behind: {left:?}"
+    );
+}
+
+#[test]
+fn no_rank_outlives_the_command() {
+    for signal in ["-KILL", "-TERM", "-INT"] {
+        let (mut child, processes) = endless(2);
+        kill(child.id(), signal);
+        child.wait().unwrap();
+        wait_until("end of all ranks", Duration::from_secs(5), || {
+            processes.iter().all(|(_, pid)| !alive(*pid))
+        });
+    }
+}
+
+#[test]
+fn a_reader_that_closes_early_is_no_error() {
+    let mut child = crossweft("bench all-reduce --max 1K --iters 3")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stderr), "");
+}
