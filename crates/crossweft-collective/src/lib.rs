@@ -22,3 +22,8 @@ pub use crossweft_executor::Schedule;
 pub use error::CollectiveError;
 pub use selector::{Choice, Selector};
 pub use threads::run_in_threads;
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
