@@ -79,7 +79,27 @@ struct Shared {
 struct Tables {
     memories: Ids<Window>,
     channels: Ids<Route>,
+    /// Channels that were dropped, and how many triggers had been pushed by then: until those are
+    /// handled, they are still carried out.
+    retired: Vec<(u32, u64)>,
     links: BTreeMap<u32, Link>,
+}
+
+impl Tables {
+    /// Frees the ids of dropped channels that are not needed any more.
+    fn reclaim(&mut self, fifo: &FifoMemory) {
+        let Self {
+            channels, retired, ..
+        } = self;
+        retired.retain(|&(channel, pushed)| {
+            let needed = !fifo.has_handled(pushed);
+            if !needed {
+                // Each is retired once, so the id is known.
+                let _ = channels.remove(channel);
+            }
+            needed
+        });
+    }
 }
 
 type Link = Arc<Mutex<dyn Transport>>;
@@ -202,6 +222,7 @@ impl ProxyService {
             tables: Mutex::new(Tables {
                 memories: Ids::new("memory"),
                 channels: Ids::new("channel"),
+                retired: Vec::new(),
                 links: BTreeMap::new(),
             }),
             sockets: Arc::default(),
@@ -293,6 +314,7 @@ impl ProxyService {
         let mut tables = self.shared.tables();
         tables.memories.get(dst_memory)?;
         tables.memories.get(src_memory)?;
+        tables.reclaim(&self.shared.fifo);
         let channel = tables.channels.insert(Route {
             peer,
             link,
@@ -372,7 +394,7 @@ impl Drop for ProxyService {
 }
 
 /// A channel whose data a proxy moves. Its device handle is valid for as long as this; the proxy
-/// serves it for as long as the service lives.
+/// serves it for as long as the service lives, also what was pushed just before this is dropped.
 #[derive(Debug)]
 pub struct PortChannel {
     handle: channel::PortChannel,
@@ -390,8 +412,10 @@ impl PortChannel {
 
 impl Drop for PortChannel {
     fn drop(&mut self) {
-        // The id is this channel's own, so it is known.
-        let _ = self.shared.tables().channels.remove(self.handle.channel);
+        let fifo = &self.shared.fifo;
+        let mut tables = self.shared.tables();
+        tables.retired.push((self.handle.channel, fifo.pushed()));
+        tables.reclaim(fifo);
     }
 }
 

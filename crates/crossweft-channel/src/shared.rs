@@ -6,7 +6,8 @@ use std::sync::atomic::AtomicU64;
 
 use crossweft_device::fifo::{Fifo, TRIGGER_BYTES, Trigger};
 use crossweft_device::semaphore::Semaphore;
-use crossweft_device::{Block, Raw, Stopped, Waiting};
+use crossweft_device::wait::reached;
+use crossweft_device::{Block, Memory, Raw, Stopped, Waiting};
 use crossweft_hal::HalError;
 use crossweft_hal::cpu::{Grid, HostBlock, Schedule, Supervisor};
 
@@ -154,6 +155,18 @@ impl FifoMemory {
             capacity: self.capacity,
             id: self.id,
         }
+    }
+
+    /// Triggers pushed so far.
+    pub(crate) fn pushed(&self) -> u64 {
+        // SAFETY: the lines are ours, and whole words.
+        unsafe { Raw.load_acquire(self.lines.addr(HEAD)) }
+    }
+
+    /// Whether the first `count` triggers have been handled.
+    pub(crate) fn has_handled(&self, count: u64) -> bool {
+        // SAFETY: as above.
+        reached(unsafe { Raw.load_acquire(self.lines.addr(TAIL)) }, count)
     }
 }
 

@@ -538,9 +538,8 @@ mod tests {
         /// Returns what is read until the receiver closes the connection.
         fn until_closed(mut stream: TcpStream) -> usize {
             let mut answer = Vec::new();
-            match stream.read_to_end(&mut answer) {
-                Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
-                Ok(_) => {}
+            if let Err(error) = stream.read_to_end(&mut answer) {
+                assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
             }
             answer.len()
         }

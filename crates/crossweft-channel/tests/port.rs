@@ -37,6 +37,8 @@ fn connect(
     let id = service.add_memory(&memory).unwrap();
     let semaphores = pool(endpoint, &[peer]);
     let channel = service.channel(&semaphores, 0, id, id, deadline()).unwrap();
+    // Nobody goes before all are connected.
+    endpoint.group().barrier(deadline()).unwrap();
     (service, memory, channel)
 }
 
@@ -421,27 +423,38 @@ fn options_are_checked_on_every_rank() {
     });
 }
 
-/// What was pushed before the service is dropped still arrives.
+/// What was pushed before a service or channel is dropped still arrives.
 #[test]
-fn dropping_a_service_carries_out_what_was_pushed() {
-    for transport in BOTH {
+fn dropping_carries_out_what_was_pushed() {
+    for (transport, channel_first) in BOTH.into_iter().flat_map(|t| [(t, false), (t, true)]) {
         ranks(2, |endpoint| {
             let peer = 1 - endpoint.rank();
-            let (service, memory, channel) = connect(&endpoint, &options(transport), peer, 1 << 20);
+            let service = ProxyService::new(&endpoint, &options(transport), deadline()).unwrap();
+            let memory = register(&endpoint, 1 << 20);
+            let id = service.add_memory(&memory).unwrap();
+            let semaphores = pool(&endpoint, &[peer]);
+            let channel = service.channel(&semaphores, 0, id, id, deadline()).unwrap();
             write(&memory, 0, &[endpoint.rank() as u8 + 1; 100_000]);
             launch(&endpoint, LONG, |block| {
                 // SAFETY: the channel lives.
                 unsafe { channel.handle().put_with_signal(block, 500_000, 0, 100_000) }
             })
             .unwrap();
-            drop(service);
+            let semaphore = semaphores.handle(0);
+            let (mut service, mut channel) = (Some(service), Some(channel));
+            if channel_first {
+                drop(channel.take());
+            } else {
+                drop(service.take());
+            }
             launch(&endpoint, LONG, |block| {
-                // SAFETY: the channel lives.
-                unsafe { channel.handle().wait(block) }
+                // SAFETY: the pool lives.
+                unsafe { semaphore.wait(block, Site::NO_OP) }
             })
             .unwrap();
             assert_eq!(read(&memory, 500_000, 100_000), [peer as u8 + 1; 100_000]);
             endpoint.group().barrier(deadline()).unwrap();
+            drop((service, channel));
         });
     }
 }

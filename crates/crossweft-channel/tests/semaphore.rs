@@ -266,22 +266,32 @@ fn a_rank_that_leaves_ends_the_wait_for_it() {
 fn an_abort_ends_waits_everywhere() {
     ranks(3, |endpoint| {
         let rank = endpoint.rank();
-        let semaphores = pool(&endpoint, &[(rank + 1) % 3, (rank + 2) % 3]);
-        let handle = semaphores.handle(0);
-        let waiting = AtomicBool::new(false);
+        let peers = [(rank + 1) % 3, (rank + 2) % 3];
+        let semaphores = pool(&endpoint, &peers);
+        let all_wait = AtomicBool::new(false);
         let result = std::thread::scope(|scope| {
             if rank == 2 {
                 scope.spawn(|| {
-                    while !waiting.load(Ordering::Acquire) {
+                    while !all_wait.load(Ordering::Acquire) {
                         std::thread::yield_now();
                     }
                     endpoint.group().abort("the cat sat on the keyboard");
                 });
             }
             launch(&endpoint, LONG, |block| {
-                waiting.store(true, Ordering::Release);
                 // SAFETY: the pool lives.
-                unsafe { handle.wait(block, OP) }
+                unsafe {
+                    if rank == 2 {
+                        semaphores.handle(0).wait(block, OP)?;
+                        semaphores.handle(1).wait(block, OP)?;
+                        all_wait.store(true, Ordering::Release);
+                    } else {
+                        semaphores
+                            .handle(peers.iter().position(|&p| p == 2).unwrap())
+                            .signal(block);
+                    }
+                    semaphores.handle(0).wait(block, OP)
+                }
             })
         });
         says(result, &["rank 2 aborted", "the cat sat on the keyboard"]);

@@ -15,7 +15,7 @@
 #![cfg(loom)]
 
 use std::mem::MaybeUninit;
-use std::sync::Arc;
+use std::rc::Rc;
 
 use crossweft_device::executor::run_block;
 use crossweft_device::fifo::{Fifo, TRIGGER_BYTES, Trigger, TriggerKind};
@@ -88,10 +88,11 @@ impl LoomMemory {
 
     fn byte(&self, addr: u64) -> u8 {
         match self.word(addr) {
-            // SAFETY: loom checks the access; the pointer is valid inside the closure.
-            Word::Plain(cell) => {
-                cell.with(|word| unsafe { *word }.to_le_bytes()[addr as usize % 8])
-            }
+            Word::Plain(cell) => cell.with(|word| {
+                // SAFETY: loom checks the access; the pointer is valid inside the closure.
+                let word = unsafe { *word };
+                word.to_le_bytes()[addr as usize % 8]
+            }),
             Word::Atomic(..) => panic!("plain read of a word that others add to or store"),
         }
     }
@@ -177,9 +178,9 @@ impl Memory for LoomMemory {
     }
 }
 
-/// The one thread of a block.
+/// The one thread of a block. Loom's threads are coroutines of one thread, so they share an `Rc`.
 struct LoomBlock {
-    memory: Arc<LoomMemory>,
+    memory: Rc<LoomMemory>,
     /// An atomic word that is not 0 once the job is aborted.
     abort: Option<u64>,
     /// Waits end at this many looks.
@@ -187,7 +188,7 @@ struct LoomBlock {
 }
 
 impl LoomBlock {
-    fn new(memory: &Arc<LoomMemory>) -> Self {
+    fn new(memory: &Rc<LoomMemory>) -> Self {
         Self {
             memory: memory.clone(),
             abort: None,
@@ -239,6 +240,10 @@ impl Block for LoomBlock {
     fn wake(&self, _peer: u32) {}
 }
 
+fn join(thread: thread::JoinHandle<()>) {
+    assert!(thread.join().is_ok());
+}
+
 /// Explores every execution.
 fn model(f: impl Fn() + Send + Sync + 'static) {
     bounded_model(None, f);
@@ -279,7 +284,7 @@ fn semaphore_pair(memory: &LoomMemory) -> [Semaphore; 2] {
 #[test]
 fn a_wait_publishes_what_came_before_the_signal_both_ways() {
     model(|| {
-        let memory = Arc::new(LoomMemory::new(4, 2));
+        let memory = Rc::new(LoomMemory::new(4, 2));
         let [ping, pong] = semaphore_pair(&memory);
         let there = {
             let memory = memory.clone();
@@ -305,14 +310,14 @@ fn a_wait_publishes_what_came_before_the_signal_both_ways() {
             }
             assert_eq!(read(&memory, memory.plain(1)), 20 + round);
         }
-        there.join().unwrap();
+        join(there);
     });
 }
 
 #[test]
 fn a_poll_that_takes_a_signal_publishes_too() {
     model(|| {
-        let memory = Arc::new(LoomMemory::new(4, 1));
+        let memory = Rc::new(LoomMemory::new(4, 1));
         let [ping, pong] = semaphore_pair(&memory);
         let there = {
             let memory = memory.clone();
@@ -330,7 +335,7 @@ fn a_poll_that_takes_a_signal_publishes_too() {
         assert_eq!(read(&memory, memory.plain(0)), 5);
         // SAFETY: as above. There was one signal, and it is taken.
         assert!(!unsafe { ping.poll(&block) });
-        there.join().unwrap();
+        join(there);
     });
 }
 
@@ -340,7 +345,7 @@ fn publish(
     wait: impl Fn(&Semaphore, &LoomBlock) + Copy + Send + Sync + 'static,
 ) {
     model(move || {
-        let memory = Arc::new(LoomMemory::new(4, 1));
+        let memory = Rc::new(LoomMemory::new(4, 1));
         let [ping, pong] = semaphore_pair(&memory);
         let there = {
             let memory = memory.clone();
@@ -351,7 +356,7 @@ fn publish(
         };
         wait(&ping, &LoomBlock::new(&memory));
         assert_eq!(read(&memory, memory.plain(0)), 5);
-        there.join().unwrap();
+        join(there);
     });
 }
 
@@ -395,7 +400,7 @@ fn broken_a_relaxed_wait_sees_nothing() {
 #[test]
 fn two_signallers_are_both_waited_for() {
     model(|| {
-        let memory = Arc::new(LoomMemory::new(4, 2));
+        let memory = Rc::new(LoomMemory::new(4, 2));
         let [ping, pong] = semaphore_pair(&memory);
         let signallers = [0, 1].map(|i| {
             let memory = memory.clone();
@@ -410,7 +415,7 @@ fn two_signallers_are_both_waited_for() {
         assert_eq!(read(&memory, memory.plain(0)), 5);
         assert_eq!(read(&memory, memory.plain(1)), 6);
         for signaller in signallers {
-            signaller.join().unwrap();
+            join(signaller);
         }
         // SAFETY: a word of the arena.
         assert_eq!(unsafe { memory.load(ping.expected) }, 2);
@@ -421,7 +426,7 @@ fn two_signallers_are_both_waited_for() {
 #[should_panic(expected = "Causality violation")]
 fn broken_one_wait_for_two_signallers() {
     model(|| {
-        let memory = Arc::new(LoomMemory::new(4, 2));
+        let memory = Rc::new(LoomMemory::new(4, 2));
         let [ping, pong] = semaphore_pair(&memory);
         let signallers = [0, 1].map(|i| {
             let memory = memory.clone();
@@ -434,7 +439,7 @@ fn broken_one_wait_for_two_signallers() {
         assert_eq!(read(&memory, memory.plain(0)), 5);
         assert_eq!(read(&memory, memory.plain(1)), 6);
         for signaller in signallers {
-            signaller.join().unwrap();
+            join(signaller);
         }
     });
 }
@@ -444,7 +449,7 @@ fn broken_one_wait_for_two_signallers() {
 #[test]
 fn an_aborted_wait_takes_no_signal() {
     model(|| {
-        let memory = Arc::new(LoomMemory::new(5, 1));
+        let memory = Rc::new(LoomMemory::new(5, 1));
         let [ping, pong] = semaphore_pair(&memory);
         let abort = memory.atomic(4);
         let aborter = {
@@ -476,15 +481,15 @@ fn an_aborted_wait_takes_no_signal() {
             }
         }
         assert_eq!(read(&memory, memory.plain(0)), 5);
-        aborter.join().unwrap();
-        signaller.join().unwrap();
+        join(aborter);
+        join(signaller);
     });
 }
 
 #[test]
 fn an_aborted_wait_without_a_signal_ends() {
     model(|| {
-        let memory = Arc::new(LoomMemory::new(5, 0));
+        let memory = Rc::new(LoomMemory::new(5, 0));
         let [ping, _] = semaphore_pair(&memory);
         let abort = memory.atomic(4);
         let aborter = {
@@ -499,13 +504,11 @@ fn an_aborted_wait_without_a_signal_ends() {
         // SAFETY: the handle's addresses lie in the arena; this thread alone waits.
         assert_eq!(unsafe { ping.wait(&block, OP) }, Err(Stopped::Aborted));
         // SAFETY: as above.
-        assert_eq!(
-            unsafe { ping.relaxed_wait(&block, OP) },
-            Err(Stopped::Aborted)
-        );
+        let outcome = unsafe { ping.relaxed_wait(&block, OP) };
+        assert_eq!(outcome, Err(Stopped::Aborted));
         // SAFETY: a word of the arena.
         assert_eq!(unsafe { memory.load(ping.expected) }, 0);
-        aborter.join().unwrap();
+        join(aborter);
     });
 }
 
@@ -514,7 +517,7 @@ fn an_aborted_wait_without_a_signal_ends() {
 /// Two ranks, both sending `bytes` bytes to the other in every epoch, as [`run_block`] does.
 /// Rank `r` has `halves` times the packets from word `4 r` on, its source at plain word `4 r` and
 /// its destination two words later.
-fn exchange(memory: &Arc<LoomMemory>, me: u64, bytes: u64, epochs: u64, halves: u64) {
+fn exchange(memory: &Rc<LoomMemory>, me: u64, bytes: u64, epochs: u64, halves: u64) {
     let block = LoomBlock::new(memory);
     let words = bytes.div_ceil(packet::PAYLOAD);
     let value = |epoch, rank| 0x0706_0504_0302_0100 + epoch * 0x1010_1010_1010_1010 + rank * 8;
@@ -542,13 +545,13 @@ fn exchange(memory: &Arc<LoomMemory>, me: u64, bytes: u64, epochs: u64, halves: 
 
 fn exchange_between_two(bytes: u64, epochs: u64, halves: u64) {
     model(move || {
-        let memory = Arc::new(LoomMemory::new(8, 8));
+        let memory = Rc::new(LoomMemory::new(8, 8));
         let there = {
             let memory = memory.clone();
             thread::spawn(move || exchange(&memory, 1, bytes, epochs, halves))
         };
         exchange(&memory, 0, bytes, epochs, halves);
-        there.join().unwrap();
+        join(there);
     });
 }
 
@@ -573,12 +576,12 @@ fn broken_packets_in_one_half() {
 /// each. Here rank 0 writes a plain word in execution 1, and rank 1 in execution 3.
 fn reuse(fences: bool) {
     model(move || {
-        let memory = Arc::new({
+        let memory = Rc::new({
             let mut memory = LoomMemory::new(4, 1);
             memory.fences = fences;
             memory
         });
-        let rank = |memory: Arc<LoomMemory>, me: u64| {
+        let rank = |memory: Rc<LoomMemory>, me: u64| {
             move || {
                 let block = LoomBlock::new(&memory);
                 let site = Site {
@@ -605,7 +608,7 @@ fn reuse(fences: bool) {
         };
         let there = thread::spawn(rank(memory.clone(), 1));
         rank(memory.clone(), 0)();
-        there.join().unwrap();
+        join(there);
         assert_eq!(read(&memory, memory.plain(0)), 2);
     });
 }
@@ -656,14 +659,12 @@ fn trigger(producer: u64, index: u64) -> Trigger {
     }
 }
 
-/// The triggers that `pushes` of each producer add up to, taken in order; for each the payload that
-/// was written before its push must be there.
-fn consume(memory: &LoomMemory, fifo: &Fifo, producers: u64, pushes: u64) {
-    let mut missing: Vec<_> = (0..producers)
-        .flat_map(|p| (0..pushes).map(move |i| (p, i)))
-        .collect();
-    let mut next = vec![0; producers as usize];
-    for position in 0..producers * pushes {
+/// Takes in order the triggers that the producers push, `pushes[p]` of producer `p`; for each the
+/// payload that was written before its push must be there.
+fn consume(memory: &LoomMemory, fifo: &Fifo, pushes: &[u64]) {
+    let all = pushes.iter().sum();
+    let mut next = vec![0; pushes.len()];
+    for position in 0..all {
         let taken = loop {
             // SAFETY: the handle's addresses lie in the arena; this thread alone pops.
             match unsafe { fifo.poll(memory, position) } {
@@ -671,33 +672,28 @@ fn consume(memory: &LoomMemory, fifo: &Fifo, producers: u64, pushes: u64) {
                 None => thread::yield_now(),
             }
         };
-        let found = missing
-            .iter()
-            .position(|&(p, i)| trigger(p, i) == taken)
-            .expect("a trigger that nobody pushed, or twice");
-        let (producer, index) = missing.swap_remove(found);
-        assert_eq!(next[producer as usize], index, "out of order");
-        next[producer as usize] += 1;
-        let payload = memory.plain(producer * pushes + index);
-        assert_eq!(read(memory, payload), 100 + index);
+        // It is the next one of one of the producers, whole.
+        let producer = (0..pushes.len())
+            .find(|&p| next[p] < pushes[p] && trigger(p as u64, next[p]) == taken)
+            .expect("a trigger that nobody pushed, twice, or out of order");
+        let index = next[producer];
+        next[producer] += 1;
+        let number = producer as u64 * 4 + index;
+        assert_eq!(read(memory, memory.plain(number)), 100 + index);
         // The answer to whoever waits for this trigger.
-        write(
-            memory,
-            memory.plain(8 + producer * pushes + index),
-            200 + index,
-        );
+        write(memory, memory.plain(8 + number), 200 + index);
         // SAFETY: as above.
         unsafe { fifo.publish_handled(memory, position + 1) };
     }
     // SAFETY: as above.
-    assert_eq!(unsafe { fifo.poll(memory, producers * pushes) }, None);
+    assert_eq!(unsafe { fifo.poll(memory, all) }, None);
 }
 
 /// Pushes, each after a plain write of its payload; then waits for the last of them if asked to.
-fn produce(memory: &Arc<LoomMemory>, fifo: &Fifo, producer: u64, pushes: u64, flush: bool) {
+fn produce(memory: &Rc<LoomMemory>, fifo: &Fifo, producer: u64, pushes: u64, flush: bool) {
     let block = LoomBlock::new(memory);
     for index in 0..pushes {
-        let number = producer * pushes + index;
+        let number = producer * 4 + index;
         write(memory, memory.plain(number), 100 + index);
         // SAFETY: the handle's addresses lie in the arena.
         let position =
@@ -710,59 +706,54 @@ fn produce(memory: &Arc<LoomMemory>, fifo: &Fifo, producer: u64, pushes: u64, fl
     }
 }
 
-#[test]
-fn a_fifo_wraps_and_waits_for_room() {
-    model(|| {
-        let memory = Arc::new(LoomMemory::new(fifo_words(2), 16));
-        let fifo = fifo(&memory, 2);
-        let producer = {
-            let memory = memory.clone();
-            thread::spawn(move || produce(&memory, &fifo, 0, 3, true))
-        };
-        consume(&memory, &fifo, 1, 3);
-        producer.join().unwrap();
-    });
-}
-
-#[test]
-fn two_producers_share_a_fifo() {
-    bounded_model(FIFO_PREEMPTIONS, || {
-        let memory = Arc::new(LoomMemory::new(fifo_words(2), 16));
-        let fifo = fifo(&memory, 2);
-        let producers = [0, 1].map(|p| {
-            let memory = memory.clone();
-            thread::spawn(move || produce(&memory, &fifo, p, 2, false))
+/// One consumer, and so many pushes of one or more producers.
+fn share_a_fifo<const P: usize>(
+    preemptions: Option<usize>,
+    capacity: u32,
+    pushes: [u64; P],
+    flush: bool,
+) {
+    bounded_model(preemptions, move || {
+        let memory = Rc::new(LoomMemory::new(fifo_words(capacity), 16));
+        let fifo = fifo(&memory, capacity);
+        let mut producer = 0;
+        let producers = pushes.map(|pushes| {
+            let (memory, me) = (memory.clone(), producer);
+            producer += 1;
+            thread::spawn(move || produce(&memory, &fifo, me, pushes, flush))
         });
-        consume(&memory, &fifo, 2, 2);
-        for producer in producers {
-            producer.join().unwrap();
-        }
+        consume(&memory, &fifo, &pushes);
+        producers.map(join);
     });
 }
 
-/// Three threads with a dozen atomic operations each.
-const FIFO_PREEMPTIONS: Option<usize> = Some(1);
+#[test]
+fn a_fifo_wraps_and_answers() {
+    share_a_fifo(None, 2, [3], true);
+}
 
 #[test]
 fn two_producers_of_one_trigger_each() {
-    model(|| {
-        let memory = Arc::new(LoomMemory::new(fifo_words(1), 16));
-        let fifo = fifo(&memory, 1);
-        let producers = [0, 1].map(|p| {
-            let memory = memory.clone();
-            thread::spawn(move || produce(&memory, &fifo, p, 1, false))
-        });
-        consume(&memory, &fifo, 2, 1);
-        for producer in producers {
-            producer.join().unwrap();
-        }
-    });
+    share_a_fifo(None, 1, [1, 1], false);
+}
+
+// Three threads with a dozen atomic operations and two spinning loops each: exploring everything
+// takes hours. All of it with few preemptions; the models above have no bound.
+
+#[test]
+fn two_producers_of_two_triggers_each() {
+    share_a_fifo(Some(1), 2, [2, 2], true);
+}
+
+#[test]
+fn two_producers_of_two_triggers_and_one() {
+    share_a_fifo(Some(2), 2, [2, 1], false);
 }
 
 #[test]
 fn a_full_fifo_blocks() {
     model(|| {
-        let memory = Arc::new(LoomMemory::new(fifo_words(2), 8));
+        let memory = Rc::new(LoomMemory::new(fifo_words(2), 8));
         let fifo = fifo(&memory, 2);
         produce(&memory, &fifo, 0, 2, false);
         let mut block = LoomBlock::new(&memory);
@@ -909,7 +900,7 @@ fn one_shot(memory: &LoomMemory, rank: u32, epoch: u64) -> Program {
 }
 
 /// `executions` in a row of one rank; what it contributes and gets changes from one to the next.
-fn launches(memory: &Arc<LoomMemory>, program: &Program, executions: u64) {
+fn launches(memory: &Rc<LoomMemory>, program: &Program, executions: u64) {
     let block = LoomBlock::new(memory);
     let rank = u64::from(program.rank);
     let value = |execution: u64, rank: u64| (execution * 16 + rank * 3 + 1) as u32;
@@ -936,14 +927,14 @@ fn launches(memory: &Arc<LoomMemory>, program: &Program, executions: u64) {
 
 fn execute(epoch: u64, executions: u64) {
     model(move || {
-        let memory = Arc::new(LoomMemory::new(2 * RANK_ATOMICS, 2 * RANK_WORDS));
+        let memory = Rc::new(LoomMemory::new(2 * RANK_ATOMICS, 2 * RANK_WORDS));
         let [zero, one] = [0, 1].map(|rank| one_shot(&memory, rank, epoch));
         let there = {
             let memory = memory.clone();
             thread::spawn(move || launches(&memory, &one, executions))
         };
         launches(&memory, &zero, executions);
-        there.join().unwrap();
+        join(there);
         // SAFETY: the counters lie in the arena.
         let ends = [zero, one].map(|program| unsafe { memory.load(program.counters) });
         assert_eq!(ends, [epoch + executions; 2]);
@@ -965,7 +956,7 @@ fn a_program_runs_across_a_scrub() {
 fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
     model(|| {
         // Two blocks of one rank: each writes its word, meets the other, reads the other's word.
-        let memory = Arc::new(LoomMemory::new(3 * COUNTER_STRIDE / 8, 2 * RANK_WORDS));
+        let memory = Rc::new(LoomMemory::new(3 * COUNTER_STRIDE / 8, 2 * RANK_WORDS));
         let tables = memory.plain(0);
         let program = Program {
             blocks: tables,
@@ -1039,7 +1030,7 @@ fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
             output_offset: 0,
             bytes: 32,
         };
-        let run = move |memory: Arc<LoomMemory>, index| {
+        let run = move |memory: Rc<LoomMemory>, index| {
             let block = LoomBlock::new(&memory);
             // SAFETY: the program is laid out; the buffers lie in the arena.
             unsafe { run_block(&block, &LoomReducer, &program, &launch, index) }
@@ -1050,7 +1041,7 @@ fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
             thread::spawn(move || run(memory, 1))
         };
         run(memory.clone(), 0);
-        there.join().unwrap();
+        join(there);
         // SAFETY: the counters lie in the arena.
         let (epoch, left) = unsafe {
             (

@@ -3,7 +3,9 @@
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
 
-use crate::plan::{Channel, Chunks, Collective, Op, Operand, Plan, RankProgram};
+use crate::plan::{
+    Channel, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, RankProgram, Switch,
+};
 use crate::validate::PlanError;
 
 /// Builds a plan operation by operation.
@@ -17,16 +19,21 @@ impl Builder {
     #[must_use]
     pub fn new(name: &str, collective: Collective, ranks: u32, blocks: u32, chunks: u32) -> Self {
         let program = RankProgram {
-            channels: Vec::new(),
             blocks: vec![Vec::new(); blocks as usize],
+            ..RankProgram::default()
         };
+        let blocks_of_message = collective.blocks(ranks).unwrap_or((1, 1));
         Self {
             plan: Plan {
                 name: name.to_owned(),
                 collective,
                 reduce_op: None,
                 packet: PacketType::Ll16,
+                in_place: InPlace::Any,
                 chunks,
+                input_blocks: blocks_of_message.0,
+                output_blocks: blocks_of_message.1,
+                message_bytes: (0, u64::MAX),
                 scratch_slots: 0,
                 double_scratch: false,
                 packet_slots: 0,
@@ -56,17 +63,63 @@ impl Builder {
         self
     }
 
-    /// Makes a channel between ranks `a` and `b`; returns its number on each.
+    /// Makes a memory channel between ranks `a` and `b`; returns its number on each.
     ///
     /// # Panics
     /// If a rank is not below the world size; ranks are the algorithm's own loop variables.
     pub fn connect(&mut self, a: u32, b: u32) -> (u32, u32) {
+        self.connect_by(ChannelKind::Memory, a, b)
+    }
+
+    /// Makes a port channel between ranks `a` and `b`; returns its number on each.
+    ///
+    /// # Panics
+    /// As for [`connect`](Self::connect).
+    pub fn connect_port(&mut self, a: u32, b: u32) -> (u32, u32) {
+        self.connect_by(ChannelKind::Port, a, b)
+    }
+
+    fn connect_by(&mut self, kind: ChannelKind, a: u32, b: u32) -> (u32, u32) {
         let mut end = |rank: u32, peer: u32| {
             let channels = &mut self.plan.ranks[rank as usize].channels;
-            channels.push(Channel { peer });
+            channels.push(Channel { peer, kind });
             channels.len() as u32 - 1
         };
         (end(a, b), end(b, a))
+    }
+
+    /// Says how input and output may lie; [`InPlace::Any`] without this.
+    #[must_use]
+    pub fn in_place(mut self, in_place: InPlace) -> Self {
+        self.plan.in_place = in_place;
+        self
+    }
+
+    /// Sets the number of blocks of input and output, for [`Collective::Test`].
+    #[must_use]
+    pub fn blocks_of_message(mut self, input: u32, output: u32) -> Self {
+        (self.plan.input_blocks, self.plan.output_blocks) = (input, output);
+        self
+    }
+
+    /// Adds a semaphore to `rank` and returns its number.
+    ///
+    /// # Panics
+    /// As for [`connect`](Self::connect).
+    pub fn semaphore(&mut self, rank: u32, initial: u32) -> u32 {
+        let semaphores = &mut self.plan.ranks[rank as usize].semaphores;
+        semaphores.push(initial);
+        semaphores.len() as u32 - 1
+    }
+
+    /// Adds a switch to `rank` and returns its number.
+    ///
+    /// # Panics
+    /// As for [`connect`](Self::connect).
+    pub fn switch(&mut self, rank: u32, switch: Switch) -> u32 {
+        let switches = &mut self.plan.ranks[rank as usize].switches;
+        switches.push(switch);
+        switches.len() as u32 - 1
     }
 
     /// Appends to thread block `block` of `rank`.
@@ -98,7 +151,12 @@ pub struct BlockBuilder<'a> {
 impl BlockBuilder<'_> {
     /// Copies `chunks`.
     pub fn transfer(&mut self, chunks: Chunks, from: Operand, to: Vec<Operand>) -> &mut Self {
-        self.ops.push(Op::Move { chunks, from, to });
+        self.ops.push(Op::Move {
+            chunks,
+            from,
+            to,
+            switch: None,
+        });
         self
     }
 
@@ -109,6 +167,7 @@ impl BlockBuilder<'_> {
             from,
             to,
             last: false,
+            switch: None,
         });
         self
     }
@@ -125,6 +184,7 @@ impl BlockBuilder<'_> {
             from,
             to,
             last: true,
+            switch: None,
         });
         self
     }
@@ -133,6 +193,7 @@ impl BlockBuilder<'_> {
     pub fn signal(&mut self, channels: &[u32]) -> &mut Self {
         self.ops.push(Op::Signal {
             channels: channels.to_vec(),
+            relaxed: false,
         });
         self
     }
@@ -141,7 +202,14 @@ impl BlockBuilder<'_> {
     pub fn wait(&mut self, channels: &[u32]) -> &mut Self {
         self.ops.push(Op::Wait {
             channels: channels.to_vec(),
+            relaxed: false,
         });
+        self
+    }
+
+    /// Any operation, as it is.
+    pub fn op(&mut self, op: Op) -> &mut Self {
+        self.ops.push(op);
         self
     }
 

@@ -6,7 +6,10 @@
 //!   "name": "one-shot", "collective": "all_reduce",
 //!   "reduce_op": "any",              // or sum, prod, min, max, avg
 //!   "packet": "ll16",                // or ll8
-//!   "chunks": 1, "scratch_slots": 0, "double_scratch": false, "packet_slots": 2,
+//!   "in_place": "any",               // or required, forbidden
+//!   "chunks": 1, "input_blocks": 1, "output_blocks": 1,
+//!   "message_bytes": [0, 65536],     // sizes of one block it is meant for; may be left out
+//!   "scratch_slots": 0, "double_scratch": false, "packet_slots": 2,
 //!   "ranks": [                       // one entry a rank, in order
 //!     { "channels": [ { "peer": 1 } ],
 //!       "blocks": [                  // one list a thread block
@@ -15,9 +18,13 @@
 //!             "to": [ { "rank": 1, "buffer": "packets", "index": 0 } ] },
 //!           { "op": "reduce", "chunks": …, "from": [ … ], "to": [ … ], "last": true },
 //!           { "op": "signal", "channels": [0] }, { "op": "wait", "channels": [0] },
-//!           { "op": "barrier", "id": 0, "blocks": 2 }, { "op": "sync" } ] ] } ]
+//!           { "op": "barrier", "id": 0, "blocks": 2 }, { "op": "sync" },
+//!           { "op": "loop", "unit_bytes": 65536, "chunks": 1, "ops": [ … ] } ] ] } ]
 //! }
 //! ```
+//!
+//! All operations and their fields are those of [`crate::Op`]; a rank may also have `semaphores` (initial
+//! values) and `switches`. A channel's `kind` is `memory` (default) or `port`.
 //!
 //! Chunks and slots are those of [`crossweft_device::extent`]: sizes are 64-bit, a message may have
 //! any number of bytes. Unknown fields and other versions are refused.
@@ -26,7 +33,7 @@ use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
 use serde::{Deserialize, Serialize};
 
-use crate::plan::{Collective, Plan, RankProgram};
+use crate::plan::{Collective, InPlace, Plan, RankProgram};
 use crate::validate::PlanError;
 
 const FORMAT: &str = "crossweft-plan";
@@ -43,11 +50,20 @@ struct File {
     collective: Collective,
     reduce_op: String,
     packet: String,
+    in_place: InPlace,
     chunks: u32,
+    input_blocks: u32,
+    output_blocks: u32,
+    #[serde(default = "any_size")]
+    message_bytes: (u64, u64),
     scratch_slots: u32,
     double_scratch: bool,
     packet_slots: u32,
     ranks: Vec<RankProgram>,
+}
+
+fn any_size() -> (u64, u64) {
+    (0, u64::MAX)
 }
 
 /// The fields that are read first, to say something better than "unknown field".
@@ -71,7 +87,11 @@ impl Plan {
             collective: self.collective,
             reduce_op: self.reduce_op.map_or("any", ReduceOp::name).to_owned(),
             packet: packet.map_or("ll16", |(name, _)| name).to_owned(),
+            in_place: self.in_place,
             chunks: self.chunks,
+            input_blocks: self.input_blocks,
+            output_blocks: self.output_blocks,
+            message_bytes: self.message_bytes,
             scratch_slots: self.scratch_slots,
             double_scratch: self.double_scratch,
             packet_slots: self.packet_slots,
@@ -121,7 +141,11 @@ impl Plan {
             collective: file.collective,
             reduce_op,
             packet,
+            in_place: file.in_place,
             chunks: file.chunks,
+            input_blocks: file.input_blocks,
+            output_blocks: file.output_blocks,
+            message_bytes: file.message_bytes,
             scratch_slots: file.scratch_slots,
             double_scratch: file.double_scratch,
             packet_slots: file.packet_slots,

@@ -18,5 +18,8 @@ pub mod plan;
 pub mod validate;
 
 pub use builder::Builder;
-pub use plan::{Buffer, Channel, Chunks, Collective, Op, Operand, Plan, RankProgram};
+pub use plan::{
+    Buffer, Channel, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, RankProgram,
+    Switch,
+};
 pub use validate::PlanError;

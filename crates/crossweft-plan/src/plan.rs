@@ -12,6 +12,16 @@ use serde::{Deserialize, Serialize};
 pub enum Collective {
     /// Every rank's output is the reduction of all inputs.
     AllReduce,
+    /// Block `r` of every output is rank `r`'s input.
+    AllGather,
+    /// Rank `r`'s output is the reduction of block `r` of all inputs.
+    ReduceScatter,
+    /// Block `q` of rank `r`'s output is block `r` of rank `q`'s input.
+    AllToAll,
+    /// Rank `r + 1`'s output is rank `r`'s input, around the ring.
+    SendRecv,
+    /// Anything: there is no statement of what the result is.
+    Test,
 }
 
 impl Collective {
@@ -20,8 +30,37 @@ impl Collective {
     pub const fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all-reduce",
+            Self::AllGather => "all-gather",
+            Self::ReduceScatter => "reduce-scatter",
+            Self::AllToAll => "all-to-all",
+            Self::SendRecv => "send-recv",
+            Self::Test => "test",
         }
     }
+
+    /// Blocks of input and output, each of one message, with `ranks` ranks; `None` if the plan says.
+    #[must_use]
+    pub const fn blocks(self, ranks: u32) -> Option<(u32, u32)> {
+        match self {
+            Self::AllReduce | Self::SendRecv => Some((1, 1)),
+            Self::AllGather => Some((1, ranks)),
+            Self::ReduceScatter => Some((ranks, 1)),
+            Self::AllToAll => Some((ranks, ranks)),
+            Self::Test => None,
+        }
+    }
+}
+
+/// Whether a plan works on one buffer or two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum InPlace {
+    /// Input and output may be the same memory, or two.
+    Any,
+    /// They are one: where a block of output belongs to this rank's input, it is the same memory.
+    Required,
+    /// They must not overlap.
+    Forbidden,
 }
 
 /// A communication plan for a fixed number of ranks and any message size.
@@ -36,8 +75,16 @@ pub struct Plan {
     pub reduce_op: Option<ReduceOp>,
     /// How packets are stored.
     pub packet: PacketType,
-    /// Chunks a message is cut into.
+    /// Whether input and output are one buffer.
+    pub in_place: InPlace,
+    /// Chunks a message (one block of input or output) is cut into.
     pub chunks: u32,
+    /// Blocks of the input, each of one message.
+    pub input_blocks: u32,
+    /// Blocks of the output, each of one message.
+    pub output_blocks: u32,
+    /// Sizes of a message in bytes that the plan is meant for, inclusive.
+    pub message_bytes: (u64, u64),
     /// Slots of plain scratch memory, each of one chunk.
     pub scratch_slots: u32,
     /// Whether the scratch memory is there twice, the halves used in turn.
@@ -53,8 +100,14 @@ pub struct Plan {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct RankProgram {
-    /// Channels to peers. The k-th channel from a to b is the same as the k-th from b to a.
+    /// Channels to peers. Of each kind, the k-th channel from a to b is the k-th from b to a.
     pub channels: Vec<Channel>,
+    /// Groups of ranks whose buffers are reached at once.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub switches: Vec<Switch>,
+    /// Initial values of the semaphores among this rank's thread blocks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub semaphores: Vec<u32>,
     /// The operations of each thread block.
     pub blocks: Vec<Vec<Op>>,
 }
@@ -65,6 +118,42 @@ pub struct RankProgram {
 pub struct Channel {
     /// The rank at the other end.
     pub peer: u32,
+    /// Who moves the data.
+    #[serde(default)]
+    pub kind: ChannelKind,
+}
+
+/// Who moves the data of a channel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ChannelKind {
+    /// The kernel itself, in memory that both ends can address.
+    #[default]
+    Memory,
+    /// A proxy thread, at the kernel's request.
+    Port,
+}
+
+impl ChannelKind {
+    /// The name, as in the file format.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Port => "port",
+        }
+    }
+}
+
+/// A group of ranks whose buffers can be reached at once where the hardware has multicast.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Switch {
+    /// The members.
+    pub ranks: Vec<u32>,
+    /// Which of their buffers.
+    pub buffer: Buffer,
 }
 
 /// Which part of the message an operation handles.
@@ -169,6 +258,9 @@ pub enum Op {
         from: Operand,
         /// Where it goes.
         to: Vec<Operand>,
+        /// A switch of this rank whose members are exactly the destinations: a hint.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        switch: Option<u32>,
     },
     /// Reduces sources in the given order into every destination.
     Reduce {
@@ -180,16 +272,58 @@ pub enum Op {
         to: Vec<Operand>,
         /// Whether this is the final result, not a partial one.
         last: bool,
+        /// A switch of this rank whose members are exactly the sources and the destinations: a hint.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        switch: Option<u32>,
     },
-    /// Signals the peers of these channels, after everything this block did before.
+    /// Signals the peers of these channels, after everything this block did before; on port channels
+    /// after the puts before it.
     Signal {
         /// Channels of this rank.
         channels: Vec<u32>,
+        /// Orders execution only, not memory; memory channels only.
+        #[serde(default, skip_serializing_if = "is_false")]
+        relaxed: bool,
     },
     /// Waits for a signal on each of these channels.
     Wait {
         /// Channels of this rank.
         channels: Vec<u32>,
+        /// Orders execution only, not memory; memory channels only.
+        #[serde(default, skip_serializing_if = "is_false")]
+        relaxed: bool,
+    },
+    /// Asks the proxy for a copy to a peer over a port channel. Packets are copied as they are.
+    Put {
+        /// Which part of the message.
+        chunks: Chunks,
+        /// Where it is, on this rank.
+        from: Operand,
+        /// Where it goes, on the channel's peer; packets to packets, anything else to anything else.
+        to: Operand,
+        /// The port channel.
+        channel: u32,
+        /// Signals the peer when it has arrived.
+        #[serde(default, skip_serializing_if = "is_false")]
+        signal: bool,
+        /// Waits until it has arrived.
+        #[serde(default, skip_serializing_if = "is_false")]
+        flush: bool,
+    },
+    /// Waits until everything put over these port channels has arrived.
+    Flush {
+        /// Port channels of this rank.
+        channels: Vec<u32>,
+    },
+    /// Waits until each of these semaphores is above 0, and takes one from it.
+    Acquire {
+        /// Semaphores of this rank.
+        semaphores: Vec<u32>,
+    },
+    /// Adds one to each of these semaphores, after everything this block did before.
+    Release {
+        /// Semaphores of this rank.
+        semaphores: Vec<u32>,
     },
     /// Barrier among `blocks` thread blocks of this rank.
     Barrier {
@@ -200,6 +334,24 @@ pub enum Op {
     },
     /// Barrier among the threads of this block.
     Sync,
+    /// Repeats operations on one piece of their data after the other: as many times as pieces of
+    /// `unit_bytes` cover `chunks` chunks. Where an operation's own data ends earlier, nothing of it
+    /// is left to do; operations without data are done every time. Loops do not nest, and contain no
+    /// packets.
+    Loop {
+        /// Bytes of a piece: a multiple of 16.
+        unit_bytes: u64,
+        /// Chunks that give the number of pieces.
+        chunks: u32,
+        /// What is repeated.
+        ops: Vec<Op>,
+    },
+}
+
+// The signature is serde's.
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 impl Op {
@@ -211,8 +363,13 @@ impl Op {
             Self::Reduce { .. } => "reduce",
             Self::Signal { .. } => "signal",
             Self::Wait { .. } => "wait",
+            Self::Put { .. } => "put",
+            Self::Flush { .. } => "flush",
+            Self::Acquire { .. } => "acquire",
+            Self::Release { .. } => "release",
             Self::Barrier { .. } => "barrier",
             Self::Sync => "sync",
+            Self::Loop { .. } => "loop",
         }
     }
 
@@ -222,7 +379,17 @@ impl Op {
         match self {
             Self::Move { from, to, .. } => (std::slice::from_ref(from), to),
             Self::Reduce { from, to, .. } => (from, to),
+            Self::Put { from, to, .. } => (std::slice::from_ref(from), std::slice::from_ref(to)),
             _ => (&[], &[]),
+        }
+    }
+
+    /// The operations inside a loop; this one alone for all others.
+    #[must_use]
+    pub fn flatten(&self) -> &[Op] {
+        match self {
+            Self::Loop { ops, .. } => ops,
+            op => std::slice::from_ref(op),
         }
     }
 
@@ -230,7 +397,9 @@ impl Op {
     #[must_use]
     pub const fn chunks(&self) -> Option<Chunks> {
         match self {
-            Self::Move { chunks, .. } | Self::Reduce { chunks, .. } => Some(*chunks),
+            Self::Move { chunks, .. } | Self::Reduce { chunks, .. } | Self::Put { chunks, .. } => {
+                Some(*chunks)
+            }
             _ => None,
         }
     }
@@ -244,19 +413,37 @@ impl Plan {
         self.ranks.len() as u32
     }
 
-    /// Whether ranks reach into each other's input and output: `(input, output)`. Such buffers must
+    /// Whether ranks, or proxies, reach into inputs and outputs: `(input, output)`. Such buffers must
     /// be registered memory.
     #[must_use]
     pub fn reaches_into(&self) -> (bool, bool) {
         let mut reached = (false, false);
         for (rank, op) in self.all_ops() {
             let (from, to) = op.operands();
-            for operand in from.iter().chain(to).filter(|o| o.rank != rank) {
+            // A proxy reaches into its own rank's buffers as into registered memory.
+            let by_proxy = matches!(op, Op::Put { .. });
+            for operand in from.iter().chain(to).filter(|o| o.rank != rank || by_proxy) {
                 reached.0 |= operand.buffer == Buffer::Input;
                 reached.1 |= operand.buffer == Buffer::Output;
             }
         }
         reached
+    }
+
+    /// Whether some data changes its place inside a block, so that chunks must all be of one size: the
+    /// message then has to be a multiple of `chunks * 16` bytes.
+    #[must_use]
+    pub fn needs_equal_chunks(&self) -> bool {
+        self.all_ops().any(|(_, op)| {
+            let (from, to) = op.operands();
+            let blocks = |o: &&Operand| matches!(o.buffer, Buffer::Input | Buffer::Output);
+            op.chunks().is_some_and(|chunks| {
+                from.iter()
+                    .chain(to)
+                    .filter(blocks)
+                    .any(|o| o.index % self.chunks != chunks.first)
+            })
+        })
     }
 
     /// The rank that sends the packets in slot `slot` of `rank`.

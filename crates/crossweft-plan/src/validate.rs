@@ -3,9 +3,13 @@
 //! Whether a plan computes what it says, without races or deadlocks, is the checker's business and
 //! not decided here.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crate::plan::{Buffer, Op, Plan, RankProgram};
+use crossweft_device::extent::GRANULE;
+
+use crate::plan::{
+    Buffer, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, RankProgram,
+};
 
 /// Largest numbers a plan may contain; beyond them it is refused before anything is allocated.
 pub mod limits {
@@ -19,6 +23,8 @@ pub mod limits {
     pub const SLICES: u32 = 4096;
     /// Barriers of a rank.
     pub const BARRIERS: u32 = 4096;
+    /// Semaphores of a rank.
+    pub const SEMAPHORES: usize = 4096;
 }
 
 /// Why a plan is refused.
@@ -63,10 +69,11 @@ impl Plan {
     /// # Errors
     /// [`PlanError`] with the first fault found.
     pub fn validate(&self) -> Result<(), PlanError> {
-        self.validate_whole().map_err(|reason| PlanError::Plan {
+        let whole = |reason| PlanError::Plan {
             plan: self.name.clone(),
             reason,
-        })?;
+        };
+        self.validate_whole().map_err(whole)?;
         for (rank, program) in (0..).zip(&self.ranks) {
             for (block, ops) in (0..).zip(&program.blocks) {
                 for (index, op) in (0..).zip(ops) {
@@ -82,10 +89,7 @@ impl Plan {
                 }
             }
         }
-        self.validate_pairs().map_err(|reason| PlanError::Plan {
-            plan: self.name.clone(),
-            reason,
-        })
+        self.validate_pairs().map_err(whole)
     }
 
     fn validate_whole(&self) -> Result<(), String> {
@@ -96,7 +100,17 @@ impl Plan {
                 limits::RANKS
             ));
         }
+        let expected = self.collective.blocks(world as u32);
+        let blocks = (self.input_blocks, self.output_blocks);
+        if expected.is_some_and(|expected| expected != blocks) {
+            return Err(format!(
+                "{} of {world} ranks has {expected:?} blocks of input and output, not {blocks:?}",
+                self.collective.name()
+            ));
+        }
         let sizes = [
+            ("input blocks", self.input_blocks, 0),
+            ("output blocks", self.output_blocks, 0),
             ("chunks", self.chunks, 1),
             ("scratch slots", self.scratch_slots, 0),
             ("packet slots", self.packet_slots, 0),
@@ -125,124 +139,232 @@ impl Plan {
                     ));
                 }
             }
+            if program.semaphores.len() > limits::SEMAPHORES {
+                return Err(format!(
+                    "rank {rank} has more than {} semaphores",
+                    limits::SEMAPHORES
+                ));
+            }
+            let members = program.switches.iter().flat_map(|switch| &switch.ranks);
+            if let Some(member) = members
+                .into_iter()
+                .find(|&&member| member as usize >= world)
+            {
+                return Err(format!("a switch of rank {rank} names rank {member}"));
+            }
             validate_barriers(program).map_err(|e| format!("rank {rank}: {e}"))?;
         }
         Ok(())
     }
 
     fn validate_op(&self, rank: u32, program: &RankProgram, op: &Op) -> Result<(), String> {
-        let (from, to) = op.operands();
-        if let Some(chunks) = op.chunks() {
-            let end = chunks.first.checked_add(chunks.count);
-            if chunks.count == 0 || end.is_none_or(|end| end > self.chunks) {
+        if let Op::Loop {
+            unit_bytes,
+            chunks,
+            ops,
+        } = op
+        {
+            if *unit_bytes == 0 || !unit_bytes.is_multiple_of(GRANULE) {
                 return Err(format!(
-                    "{} chunks from {}, of {} in all",
-                    chunks.count, chunks.first, self.chunks
+                    "pieces of {unit_bytes} bytes; a multiple of {GRANULE} fits"
                 ));
             }
-            let (slice, of) = chunks.slice;
-            if of == 0 || of > limits::SLICES || slice >= of {
-                return Err(format!("slice {slice} of {of}"));
+            if *chunks == 0 || *chunks > self.chunks {
+                return Err(format!("{chunks} chunks, of {} in all", self.chunks));
             }
-            if from.is_empty() || to.is_empty() {
-                return Err("it needs a source and a destination".to_owned());
+            for op in ops {
+                let (from, to) = op.operands();
+                if from.iter().chain(to).any(|o| o.buffer == Buffer::Packets) {
+                    return Err("a loop cannot handle packets".to_owned());
+                }
+                if matches!(op, Op::Loop { .. }) {
+                    return Err("loops do not nest".to_owned());
+                }
+                self.validate_op(rank, program, op)
+                    .map_err(|reason| format!("in its {}: {reason}", op.name()))?;
             }
-            for operand in from.iter().chain(to) {
-                let size = match operand.buffer {
-                    Buffer::Input | Buffer::Output => self.chunks,
-                    Buffer::Scratch => self.scratch_slots,
-                    Buffer::Packets => self.packet_slots,
-                };
-                let end = operand.index.checked_add(chunks.count);
-                if end.is_none_or(|end| end > size) {
+            return Ok(());
+        }
+        if let Some(chunks) = op.chunks() {
+            self.validate_data(rank, op, chunks)?;
+        }
+        let channels = program.channels.len();
+        match op {
+            Op::Signal {
+                channels: ids,
+                relaxed,
+            }
+            | Op::Wait {
+                channels: ids,
+                relaxed,
+            } => {
+                known("channel", ids, channels)?;
+                let port = |id: &u32| program.channels[*id as usize].kind == ChannelKind::Port;
+                if *relaxed && ids.iter().any(port) {
+                    return Err("a port channel has no relaxed signals".to_owned());
+                }
+            }
+            Op::Flush { channels: ids } => {
+                known("channel", ids, channels)?;
+                for id in ids {
+                    is_port(program, *id)?;
+                }
+            }
+            Op::Put {
+                from, to, channel, ..
+            } => {
+                known("channel", &[*channel], channels)?;
+                is_port(program, *channel)?;
+                let peer = program.channels[*channel as usize].peer;
+                if from.rank != rank || to.rank != peer {
                     return Err(format!(
-                        "{} of {:?} from {}, of {size} in all",
-                        chunks.count, operand.buffer, operand.index
+                        "channel {channel} leads from rank {rank} to rank {peer}, not from {} to {}",
+                        from.rank, to.rank
                     ));
                 }
-                if operand.rank as usize >= self.ranks.len() {
-                    return Err(format!("there is no rank {}", operand.rank));
+                if (from.buffer == Buffer::Packets) != (to.buffer == Buffer::Packets) {
+                    return Err("a proxy copies packets to packets only".to_owned());
                 }
             }
-            if from
-                .iter()
-                .any(|o| o.buffer == Buffer::Packets && o.rank != rank)
-            {
-                return Err("packets can only be read by the rank that receives them".to_owned());
+            Op::Acquire { semaphores: ids } | Op::Release { semaphores: ids } => {
+                known("semaphore", ids, program.semaphores.len())?;
             }
-            if to
-                .iter()
-                .any(|o| o.buffer == Buffer::Input && o.rank != rank)
-            {
-                return Err("a peer's input is not to be written".to_owned());
+            Op::Move {
+                to,
+                switch: Some(id),
+                ..
+            } => is_switch(program, *id, to)?,
+            Op::Reduce {
+                from,
+                to,
+                switch: Some(id),
+                ..
+            } => {
+                is_switch(program, *id, from)?;
+                is_switch(program, *id, to)?;
             }
+            _ => {}
         }
-        if let Op::Signal { channels } | Op::Wait { channels } = op {
-            if channels.is_empty() {
-                return Err("it names no channel".to_owned());
-            }
-            if let Some(id) = channels
-                .iter()
-                .find(|&&id| id as usize >= program.channels.len())
-            {
+        Ok(())
+    }
+
+    fn validate_data(&self, rank: u32, op: &Op, chunks: Chunks) -> Result<(), String> {
+        let (from, to) = op.operands();
+        let end = chunks.first.checked_add(chunks.count);
+        if chunks.count == 0 || end.is_none_or(|end| end > self.chunks) {
+            return Err(format!(
+                "{} chunks from {}, of {} in all",
+                chunks.count, chunks.first, self.chunks
+            ));
+        }
+        let (slice, of) = chunks.slice;
+        if of == 0 || of > limits::SLICES || slice >= of {
+            return Err(format!("slice {slice} of {of}"));
+        }
+        if from.is_empty() || to.is_empty() {
+            return Err("it needs a source and a destination".to_owned());
+        }
+        for operand in from.iter().chain(to) {
+            let size = match operand.buffer {
+                Buffer::Input => self.input_blocks.saturating_mul(self.chunks),
+                Buffer::Output => self.output_blocks.saturating_mul(self.chunks),
+                Buffer::Scratch => self.scratch_slots,
+                Buffer::Packets => self.packet_slots,
+            };
+            let end = operand.index.checked_add(chunks.count);
+            if end.is_none_or(|end| end > size) {
                 return Err(format!(
-                    "there is no channel {id}; the rank has {}",
-                    program.channels.len()
+                    "{} of {:?} from {}, of {size} in all",
+                    chunks.count, operand.buffer, operand.index
                 ));
             }
+            let in_blocks = matches!(operand.buffer, Buffer::Input | Buffer::Output);
+            if in_blocks && operand.index % self.chunks + chunks.count > self.chunks {
+                return Err(format!(
+                    "chunks {} to {} of {:?} lie in more than one block",
+                    operand.index,
+                    operand.index + chunks.count - 1,
+                    operand.buffer
+                ));
+            }
+            if operand.rank as usize >= self.ranks.len() {
+                return Err(format!("there is no rank {}", operand.rank));
+            }
+        }
+        if from
+            .iter()
+            .any(|o| o.buffer == Buffer::Packets && o.rank != rank)
+        {
+            return Err("packets can only be read by the rank that receives them".to_owned());
+        }
+        let writable = self.in_place == InPlace::Required || self.collective == Collective::Test;
+        if !writable && to.iter().any(|o| o.buffer == Buffer::Input) {
+            return Err("input is not to be written, unless the plan is in place".to_owned());
         }
         Ok(())
     }
 
     /// Channels have two ends, and as many signals go in as are waited for.
     fn validate_pairs(&self) -> Result<(), String> {
-        // Signals minus waits, by (from, to, which of their channels).
-        let mut balance: BTreeMap<(u32, u32, u32), i64> = BTreeMap::new();
+        // Signals minus waits, by (kind, from, to, which of their channels). Loops are left out: how
+        // often they run depends on the size.
+        let mut balance: BTreeMap<(bool, u32, u32, u32), i64> = BTreeMap::new();
         for (rank, program) in (0..).zip(&self.ranks) {
             let ordinals = ordinals(program);
-            for (channel, &ordinal) in program.channels.iter().zip(&ordinals) {
-                balance.entry((rank, channel.peer, ordinal)).or_default();
-                balance.entry((channel.peer, rank, ordinal)).or_default();
-            }
-            let channel_ends = |peer: u32, other: u32| {
-                self.ranks[peer as usize]
-                    .channels
-                    .iter()
-                    .filter(|c| c.peer == other)
-                    .count()
-            };
             for channel in &program.channels {
-                let (here, there) = (
-                    channel_ends(rank, channel.peer),
-                    channel_ends(channel.peer, rank),
-                );
+                let ends = |of: u32, to: u32| {
+                    let channels = &self.ranks[of as usize].channels;
+                    channels
+                        .iter()
+                        .filter(|c| c.peer == to && c.kind == channel.kind)
+                        .count()
+                };
+                let (here, there) = (ends(rank, channel.peer), ends(channel.peer, rank));
                 if here != there {
                     return Err(format!(
-                        "rank {rank} has {here} channels to rank {}, which has {there} back",
-                        channel.peer
+                        "rank {rank} has {here} {} channels to rank {}, which has {there} back",
+                        channel.kind.name(), channel.peer
                     ));
                 }
             }
-            for op in program.blocks.iter().flatten() {
-                let (channels, signal) = match op {
-                    Op::Signal { channels } => (channels, true),
-                    Op::Wait { channels } => (channels, false),
-                    _ => continue,
+            let mut count = |id: u32, waits: bool, by: i64| {
+                let channel = program.channels[id as usize];
+                let port = channel.kind == ChannelKind::Port;
+                let (from, to) = if waits {
+                    (channel.peer, rank)
+                } else {
+                    (rank, channel.peer)
                 };
-                for &id in channels {
-                    let peer = program.channels[id as usize].peer;
-                    let ordinal = ordinals[id as usize];
-                    if signal {
-                        *balance.entry((rank, peer, ordinal)).or_default() += 1;
-                    } else {
-                        *balance.entry((peer, rank, ordinal)).or_default() -= 1;
+                *balance
+                    .entry((port, from, to, ordinals[id as usize]))
+                    .or_default() += by;
+            };
+            for op in program.blocks.iter().flatten() {
+                match op {
+                    Op::Signal { channels, .. } => {
+                        channels.iter().for_each(|id| count(*id, false, 1));
                     }
+                    Op::Wait { channels, .. } => {
+                        channels.iter().for_each(|id| count(*id, true, -1));
+                    }
+                    Op::Put {
+                        channel,
+                        signal: true,
+                        ..
+                    } => count(*channel, false, 1),
+                    _ => {}
                 }
             }
         }
+        let has_loops = self.ranks.iter().any(|program| {
+            program
+                .blocks
+                .iter()
+                .flatten()
+                .any(|op| matches!(op, Op::Loop { .. }))
+        });
         match balance.iter().find(|(_, count)| **count != 0) {
-            None => Ok(()),
-            Some((&(from, to, ordinal), count)) => Err(format!(
+            Some((&(_, from, to, ordinal), count)) if !has_loops => Err(format!(
                 "on channel {ordinal} from rank {from} to rank {to} there are {} {}",
                 count.abs(),
                 if *count > 0 {
@@ -251,19 +373,56 @@ impl Plan {
                     "waits too many"
                 }
             )),
+            _ => Ok(()),
         }
     }
 }
 
-/// For each channel of a rank, which of its channels to that peer it is.
+/// Ids name something, and at least one thing.
+fn known(what: &str, ids: &[u32], count: usize) -> Result<(), String> {
+    if ids.is_empty() {
+        return Err(format!("it names no {what}"));
+    }
+    match ids.iter().find(|&&id| id as usize >= count) {
+        Some(id) => Err(format!("there is no {what} {id}; the rank has {count}")),
+        None => Ok(()),
+    }
+}
+
+fn is_port(program: &RankProgram, id: u32) -> Result<(), String> {
+    match program.channels[id as usize].kind {
+        ChannelKind::Port => Ok(()),
+        ChannelKind::Memory => Err(format!("channel {id} is no port channel")),
+    }
+}
+
+fn is_switch(program: &RankProgram, id: u32, operands: &[Operand]) -> Result<(), String> {
+    let Some(switch) = program.switches.get(id as usize) else {
+        return Err(format!(
+            "there is no switch {id}; the rank has {}",
+            program.switches.len()
+        ));
+    };
+    let ranks: BTreeSet<u32> = operands.iter().map(|o| o.rank).collect();
+    if ranks.len() != operands.len()
+        || !ranks
+            .iter()
+            .eq(&switch.ranks.iter().copied().collect::<BTreeSet<_>>())
+    {
+        return Err(format!("its operands are not the members of switch {id}"));
+    }
+    Ok(())
+}
+
+/// For each channel of a rank, which of its channels of that kind to that peer it is.
 #[must_use]
 pub fn ordinals(program: &RankProgram) -> Vec<u32> {
-    let mut next: HashMap<u32, u32> = HashMap::new();
+    let mut next: HashMap<(u32, ChannelKind), u32> = HashMap::new();
     program
         .channels
         .iter()
         .map(|channel| {
-            let ordinal = next.entry(channel.peer).or_default();
+            let ordinal = next.entry((channel.peer, channel.kind)).or_default();
             *ordinal += 1;
             *ordinal - 1
         })
@@ -274,7 +433,7 @@ pub fn ordinals(program: &RankProgram) -> Vec<u32> {
 fn validate_barriers(program: &RankProgram) -> Result<(), String> {
     let mut barriers: BTreeMap<u32, (u32, BTreeMap<usize, u32>)> = BTreeMap::new();
     for (block, ops) in program.blocks.iter().enumerate() {
-        for op in ops {
+        for op in ops.iter().flat_map(Op::flatten) {
             if let Op::Barrier { id, blocks } = op {
                 if *id >= limits::BARRIERS {
                     return Err(format!("barrier {id}; {} fit", limits::BARRIERS));
@@ -308,10 +467,15 @@ impl RankProgram {
     /// Number of barriers, by the highest id in use.
     #[must_use]
     pub fn barriers(&self) -> u32 {
-        let ids = self.blocks.iter().flatten().filter_map(|op| match op {
-            Op::Barrier { id, .. } => Some(id + 1),
-            _ => None,
-        });
+        let ids = self
+            .blocks
+            .iter()
+            .flatten()
+            .flat_map(Op::flatten)
+            .filter_map(|op| match op {
+                Op::Barrier { id, .. } => Some(id + 1),
+                _ => None,
+            });
         ids.max().unwrap_or(0)
     }
 }

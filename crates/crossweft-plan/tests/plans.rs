@@ -2,7 +2,9 @@
 
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
-use crossweft_plan::{Buffer, Builder, Chunks, Collective, Op, Operand, Plan};
+use crossweft_plan::{
+    Buffer, Builder, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, Switch,
+};
 
 /// Two ranks, one uses every operation.
 fn plan() -> Plan {
@@ -92,15 +94,19 @@ fn unsound_plans_are_refused_with_the_place() {
     );
     refused(
         |p| p.ranks[1].channels.extend_from_within(..),
-        "rank 0 has 1 channels to rank 1, which has 2 back",
+        "rank 0 has 1 memory channels to rank 1, which has 2 back",
     );
-    let signal = |channels: Vec<u32>| Op::Signal { channels };
+    let signal = |channels: Vec<u32>| Op::Signal {
+        channels,
+        relaxed: false,
+    };
     refused(|p| *op(p, 0, 0, 1) = signal(vec![4]), "no channel 4");
     refused(|p| *op(p, 0, 0, 1) = signal(vec![]), "names no channel");
     let transfer = |chunks, from, to| Op::Move {
         chunks,
         from,
         to: vec![to],
+        switch: None,
     };
     let (input, output) = (
         Operand::new(0, Buffer::Input, 0),
@@ -143,6 +149,7 @@ fn unsound_plans_are_refused_with_the_place() {
         chunks: Chunks::new(0, 1),
         from: input,
         to: vec![],
+        switch: None,
     };
     refused(set(nothing), "a source and a destination");
 }

@@ -1,0 +1,155 @@
+//! Packets on the host: sizes, alignments, guards, flags.
+
+mod common;
+
+use common::{GUARD, Guarded, HostBlock, Random};
+use crossweft_device::packet::{
+    WORD, copy_from_packets, copy_to_packets, flag_of, forward_packets, is_scrub_epoch,
+    read_packet, read_packet_once, write_packet,
+};
+use crossweft_device::{Raw, Site, Stopped, WaitKind};
+use proptest::prelude::*;
+
+const SITE: Site = Site {
+    kind: WaitKind::Packet,
+    peer: 1,
+    channel: 2,
+    op: 3,
+};
+
+/// The threads of a block, one after another: none waits for another.
+fn threads(threads: u32) -> impl Iterator<Item = HostBlock> {
+    (0..threads).map(move |thread| HostBlock {
+        thread,
+        threads,
+        ..HostBlock::NO_WAIT
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 512,
+        failure_persistence: None,
+        rng_seed: prop::test_runner::RngSeed::Fixed(7),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn packets_carry_any_bytes_from_anywhere_to_anywhere(
+        bytes in 0_usize..300,
+        from in 0_usize..8,
+        to in 0_usize..8,
+        flag in 1_u32..,
+        seed: u64,
+        senders in 1_u32..5,
+        receivers in 1_u32..5,
+    ) {
+        let data = Random(seed).bytes(bytes);
+        let words = bytes.div_ceil(4);
+        let mut src = Guarded::holding(&data, from);
+        let mut packets = Guarded::new(8 * words, 0);
+        let mut onward = Guarded::new(8 * words, 0);
+        let mut dst = Guarded::new(bytes, to);
+        let (s, p, o, d) = (src.addr(), packets.addr(), onward.addr(), dst.addr());
+        let n = bytes as u64;
+        for block in threads(senders) {
+            // SAFETY: the ranges have these sizes; the packets are aligned.
+            unsafe { copy_to_packets(&block, p, s, n, flag) };
+        }
+        for block in threads(receivers) {
+            // SAFETY: as above.
+            unsafe { forward_packets(&block, SITE, o, p, n, flag) }.unwrap();
+        }
+        for block in threads(receivers) {
+            // SAFETY: as above.
+            unsafe { copy_from_packets(&block, SITE, d, o, n, flag) }.unwrap();
+        }
+        prop_assert_eq!(dst.bytes(), &data);
+        prop_assert_eq!(src.bytes(), &data);
+        prop_assert_eq!(packets.bytes(), onward.bytes());
+        for guarded in [&src, &packets, &onward, &dst] {
+            prop_assert!(guarded.intact());
+        }
+        // The documented layout: payload byte 4 i in the low half of word i, the flag above it.
+        for i in 0..words {
+            let mut payload = [0; 4];
+            let part = &data[4 * i..bytes.min(4 * i + 4)];
+            payload[..part.len()].copy_from_slice(part);
+            let word = u64::from(u32::from_le_bytes(payload)) | u64::from(flag) << 32;
+            prop_assert_eq!(packets.word(i), word);
+        }
+    }
+
+    #[test]
+    fn flags_are_never_zero_and_change_from_epoch_to_epoch(
+        epoch in prop_oneof![1_u64..10, (1_u64 << 32) - 10..(1 << 32) + 10, 1..u64::MAX - 2],
+    ) {
+        let flag = flag_of(epoch);
+        prop_assert_ne!(flag, 0);
+        prop_assert_eq!(u64::from(flag) & 1, epoch & 1);
+        prop_assert_ne!(flag, flag_of(epoch + 1));
+        prop_assert_ne!(flag, flag_of(epoch + 2));
+    }
+}
+
+#[test]
+fn a_packet_is_read_only_with_its_flag() {
+    let mut memory = Guarded::new(8, 0);
+    let addr = memory.addr();
+    // SAFETY: a valid, aligned word.
+    unsafe {
+        write_packet(&Raw, addr, 0xdead_beef, 9);
+        assert_eq!(read_packet_once(&Raw, addr, 8), None);
+        assert_eq!(read_packet_once(&Raw, addr, 9), Some(0xdead_beef));
+        let block = &HostBlock::NO_WAIT;
+        assert_eq!(read_packet(block, SITE, addr, 9), Ok(0xdead_beef));
+        assert_eq!(read_packet(block, SITE, addr, 10), Err(Stopped::Deadline));
+    }
+    assert!(memory.intact());
+}
+
+#[test]
+fn a_missing_packet_ends_the_copy_where_it_is_missing() {
+    let mut packets = Guarded::new(4 * WORD as usize, 0);
+    let mut dst = Guarded::new(16, 1);
+    let (p, d) = (packets.addr(), dst.addr());
+    // SAFETY: the ranges have these sizes; the packets are aligned.
+    let outcome = unsafe {
+        for i in [0, 1, 3] {
+            write_packet(&Raw, p + i * WORD, i as u32, 5);
+        }
+        copy_from_packets(&HostBlock::NO_WAIT, SITE, d, p, 16, 5)
+    };
+    assert_eq!(outcome, Err(Stopped::Deadline));
+    assert_eq!(dst.bytes()[..8], [0, 0, 0, 0, 1, 0, 0, 0]);
+    assert_eq!(dst.bytes()[8..], [GUARD; 8]);
+    assert!(dst.intact());
+}
+
+#[test]
+fn flags_wrap_over_zero() {
+    let top = (1_u64 << 32) - 2;
+    assert_eq!(flag_of(1), 1);
+    assert_eq!(flag_of(top), u32::MAX - 1);
+    assert_eq!(flag_of(top + 1), 1);
+    assert_eq!(flag_of(top + 2), 2);
+}
+
+#[test]
+fn each_half_is_scrubbed_twice_between_two_uses_of_a_flag() {
+    // Scrub epochs are sparse: look around the multiples of 2^29, and be sure there are no others.
+    let near: Vec<u64> = (0..8_u64)
+        .flat_map(|k| (0..8).map(move |i| (k << 29) + i))
+        .filter(|&epoch| is_scrub_epoch(epoch))
+        .collect();
+    for half in 0..2 {
+        let in_half = near.iter().filter(|&&epoch| epoch & 1 == half);
+        let expected: Vec<_> = (0..4).map(|k| (k << 30) + half).collect();
+        assert!(in_half.eq(&expected));
+    }
+    let mut random = Random(4);
+    for _ in 0..100_000 {
+        let epoch = random.next();
+        assert_eq!(is_scrub_epoch(epoch), epoch % (1 << 30) < 2);
+    }
+}
