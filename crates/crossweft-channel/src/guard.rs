@@ -125,6 +125,7 @@ fn describe(waiting: &Waiting) -> String {
         WaitKind::Packet => (format!(" from rank {peer}"), seen & u64::from(u32::MAX)),
         WaitKind::Semaphore => (format!(" from rank {peer} on channel {channel}"), seen),
         WaitKind::Barrier => (format!(" at barrier {channel}"), seen),
+        WaitKind::Acquire => (format!(" to release semaphore {channel}"), seen),
         _ => (format!(" (fifo {channel})"), seen),
     };
     format!("{}{place} (expected {expected}, seen {seen})", kind.name())

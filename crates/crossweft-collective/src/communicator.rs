@@ -150,7 +150,9 @@ impl SymmetricBuffer {
         Ok(self.memory.local().read(offset, data)?)
     }
 
-    pub(crate) fn registered(&self) -> Arc<RegisteredMemory> {
+    /// The registered memory itself, for plans that are prepared by hand.
+    #[must_use]
+    pub fn registered(&self) -> Arc<RegisteredMemory> {
         Arc::clone(&self.memory)
     }
 }

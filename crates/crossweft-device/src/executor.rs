@@ -5,12 +5,13 @@
 //! lives in device memory, so a launch can be replayed as it is.
 
 use crate::block::Block;
-use crate::channel::copy;
+use crate::channel::{PortChannel, copy};
 use crate::extent::{Extent, chunk_bytes};
+use crate::fifo::{Trigger, TriggerKind};
 use crate::memory::Memory;
 use crate::packet::{self, PAYLOAD, WORD};
 use crate::program::{
-    BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space,
+    BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
 };
 use crate::reduce::{Location, Reducer, Sources};
 use crate::semaphore::Semaphore;
@@ -52,12 +53,7 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
     let mut i = 0;
     while i < ops.count {
         // SAFETY: as above; `i` is below the block's count.
-        unsafe {
-            let op = read_entry::<B, Op>(block, program.ops, ops.first + i);
-            execution.step(reducer, &op, i)?;
-        }
-        block.checkpoint();
-        i += 1;
+        i += unsafe { execution.run_at(reducer, ops.first + i)? };
     }
     block.sync(Ok(()))?;
     // SAFETY: as above.
@@ -87,27 +83,118 @@ struct Execution<'a, B> {
     chunk: u64,
 }
 
+/// The part of its data that an operation handles this time, in bytes from its beginning.
+#[derive(Clone, Copy)]
+struct Window {
+    begin: u64,
+    bytes: u64,
+}
+
+const ALL: Window = Window {
+    begin: 0,
+    bytes: u64::MAX,
+};
+
 impl<B: Block> Execution<'_, B> {
+    /// Runs the operation at `at` of the table, with those in its loop if it is one; returns how
+    /// many entries that were.
+    ///
+    /// # Safety
+    /// `at` must be one of the program's operations, not inside a loop.
+    #[inline(always)]
+    unsafe fn run_at<R: Reducer>(&self, reducer: &R, at: u32) -> Result<u32, Stopped> {
+        // SAFETY: the caller's promise; a loop's operations follow it.
+        unsafe {
+            let op = read_entry::<B, Op>(self.block, self.program.ops, at);
+            if op.kind != OpKind::Loop {
+                self.step(reducer, &op, ALL)?;
+                self.block.checkpoint();
+                return Ok(1);
+            }
+            let total = self.chunk * u64::from(op.chunks);
+            let mut begin = 0;
+            while begin < total {
+                let mut k = 1;
+                while k <= op.links {
+                    let inner = read_entry::<B, Op>(self.block, self.program.ops, at + k);
+                    self.step(
+                        reducer,
+                        &inner,
+                        Window {
+                            begin,
+                            bytes: op.unit,
+                        },
+                    )?;
+                    self.block.checkpoint();
+                    k += 1;
+                }
+                begin += op.unit;
+            }
+            Ok(1 + op.links)
+        }
+    }
+
     /// # Safety
     /// `op` must be one of the program's.
     #[inline(always)]
-    unsafe fn step<R: Reducer>(&self, reducer: &R, op: &Op, index: u32) -> Result<(), Stopped> {
+    unsafe fn step<R: Reducer>(&self, reducer: &R, op: &Op, window: Window) -> Result<(), Stopped> {
         // SAFETY: the caller's promise, for all of them.
         unsafe {
             match op.kind {
-                OpKind::Move => self.transfer(op, index),
-                OpKind::Reduce => self.reduce(reducer, op, index),
-                OpKind::Signal => self.signal(op),
-                OpKind::Wait => self.wait(op, index),
-                OpKind::Barrier => self.barrier(op, index),
-                OpKind::Sync => self.block.sync(Ok(())),
+                OpKind::Move => self.transfer(op, window),
+                OpKind::Reduce => self.reduce(reducer, op, window),
+                OpKind::Signal | OpKind::RelaxedSignal => self.signal(op),
+                OpKind::Wait | OpKind::RelaxedWait => self.wait(op),
+                OpKind::Barrier => self.barrier(op),
+                OpKind::Put => self.put(op, window),
+                OpKind::PortSignal => self.request(op, TriggerKind::SIGNAL, false),
+                OpKind::Flush => self.request(op, TriggerKind::FLUSH, true),
+                OpKind::Acquire => self.acquire(op),
+                OpKind::Release => self.release(op),
+                OpKind::Sync | OpKind::Loop => self.block.sync(Ok(())),
             }
         }
     }
 
-    fn extent(&self, op: &Op) -> Extent {
-        Extent::of_chunks(self.launch.bytes, self.chunk, op.chunk, op.chunks)
-            .slice(op.slice, op.slices)
+    fn extent(&self, op: &Op, window: Window) -> Extent {
+        let all = Extent::of_chunks(self.launch.bytes, self.chunk, op.chunk, op.chunks)
+            .slice(op.slice, op.slices);
+        let begin = min(all.begin + window.begin, all.end);
+        Extent {
+            begin,
+            end: min(begin.saturating_add(window.bytes), all.end),
+        }
+    }
+
+    /// An operand, and where its part that belongs to `extent` begins: bytes from the beginning of
+    /// the caller's buffer, or of this epoch's half of the plan's own.
+    ///
+    /// # Safety
+    /// The op and operand must be the program's.
+    #[inline(always)]
+    unsafe fn offset(&self, op: &Op, operand: u32, extent: Extent) -> (Operand, u64) {
+        // SAFETY: the caller's promise.
+        let operand: Operand = unsafe {
+            read_entry(
+                self.block,
+                self.program.operands,
+                op.first_operand + operand,
+            )
+        };
+        // Where the operation's first chunk lies in its buffer, and this part in the chunk.
+        let start =
+            self.launch.bytes * u64::from(operand.block) + self.chunk * u64::from(operand.index);
+        let inside = extent.begin - min(self.chunk * u64::from(op.chunk), self.launch.bytes);
+        (operand, start + inside)
+    }
+
+    /// Bytes from the beginning of a buffer to this epoch's half of it.
+    fn half(&self, space: Space) -> u64 {
+        match space {
+            Space::Scratch => (self.epoch & 1) * self.program.scratch_half,
+            Space::Packets => (self.epoch & 1) * self.program.packets_half,
+            _ => 0,
+        }
     }
 
     /// Address of an operand's part that belongs to `extent`.
@@ -115,19 +202,13 @@ impl<B: Block> Execution<'_, B> {
     /// # Safety
     /// The op and operand must be the program's.
     #[inline(always)]
-    unsafe fn locate(&self, op: &Op, index: u32, operand: u32, extent: Extent) -> Location {
+    unsafe fn locate(&self, op: &Op, index: u32, extent: Extent) -> Location {
         let program = self.program;
         // SAFETY: the caller's promise.
+        let (operand, offset) = unsafe { self.offset(op, index, extent) };
         let Operand {
-            space,
-            rank,
-            index: at,
-            peer,
-        } = unsafe { read_entry(self.block, program.operands, op.first_operand + operand) };
-        // Where the operation's first chunk lies in its buffer, and this slice in the chunk.
-        let start = self.chunk * u64::from(at);
-        let inside = extent.begin - min(self.chunk * u64::from(op.chunk), self.launch.bytes);
-        let offset = start + inside;
+            space, rank, peer, ..
+        } = operand;
         let own = rank == program.rank;
         let base = || {
             let entry = program.bases + (u64::from(rank) * SPACES + space as u64) * 8;
@@ -139,40 +220,35 @@ impl<B: Block> Execution<'_, B> {
             Space::Input => Location::raw(base() + self.launch.input_offset + offset),
             Space::Output if own => Location::raw(self.launch.output + offset),
             Space::Output => Location::raw(base() + self.launch.output_offset + offset),
-            Space::Scratch => {
-                Location::raw(base() + (self.epoch & 1) * program.scratch_half + offset)
-            }
-            Space::Packets => {
-                let half = (self.epoch & 1) * program.packets_half;
-                Location {
-                    addr: base() + half + offset * (WORD / PAYLOAD),
-                    packets: Some(Site {
-                        kind: WaitKind::Packet,
-                        peer,
-                        channel: operand,
-                        op: index,
-                    }),
-                }
-            }
+            Space::Scratch => Location::raw(base() + self.half(space) + offset),
+            Space::Packets => Location {
+                addr: base() + self.half(space) + offset * (WORD / PAYLOAD),
+                packets: Some(Site {
+                    kind: WaitKind::Packet,
+                    peer,
+                    channel: index,
+                    op: op.index,
+                }),
+            },
         }
     }
 
     /// # Safety
     /// `op` must be one of the program's, of this kind.
-    unsafe fn transfer(&self, op: &Op, index: u32) -> Result<(), Stopped> {
-        let extent = self.extent(op);
+    unsafe fn transfer(&self, op: &Op, window: Window) -> Result<(), Stopped> {
+        let extent = self.extent(op, window);
         if extent.is_empty() {
             return Ok(());
         }
         let (block, bytes, flag) = (self.block, extent.len(), packet::flag_of(self.epoch));
         // SAFETY: the caller's promise.
-        let source = unsafe { self.locate(op, index, 0, extent) };
+        let source = unsafe { self.locate(op, 0, extent) };
         let mut mine = Ok(());
         let mut k = 0;
         while k < op.destinations && mine.is_ok() {
             // SAFETY: the caller's promise; a checked plan excludes races on the ranges.
             unsafe {
-                let destination = self.locate(op, index, 1 + k, extent);
+                let destination = self.locate(op, 1 + k, extent);
                 let (from, to) = (source.addr, destination.addr);
                 match (source.packets, destination.packets) {
                     (None, None) => copy(block, to, from, bytes),
@@ -199,23 +275,32 @@ impl<B: Block> Execution<'_, B> {
 
     /// # Safety
     /// `op` must be one of the program's, of this kind.
-    unsafe fn reduce<R: Reducer>(&self, reducer: &R, op: &Op, index: u32) -> Result<(), Stopped> {
-        let extent = self.extent(op);
+    unsafe fn reduce<R: Reducer>(
+        &self,
+        reducer: &R,
+        op: &Op,
+        window: Window,
+    ) -> Result<(), Stopped> {
+        let extent = self.extent(op, window);
         if extent.is_empty() {
             return Ok(());
         }
         let sources = Sources {
             count: op.sources,
             // SAFETY: the caller's promise; the operand is below the op's count.
-            at: |k| unsafe { self.locate(op, index, k, extent) },
+            at: |k| unsafe { self.locate(op, k, extent) },
         };
         let destinations = Sources {
             count: op.destinations,
             // SAFETY: as above.
-            at: |k| unsafe { self.locate(op, index, op.sources + k, extent) },
+            at: |k| unsafe { self.locate(op, op.sources + k, extent) },
         };
         let elements = extent.len() / u64::from(self.program.element);
-        let divisor = if op.last != 0 { self.program.ranks } else { 0 };
+        let divisor = if op.flags & flags::LAST != 0 {
+            self.program.ranks
+        } else {
+            0
+        };
         let flag = packet::flag_of(self.epoch);
         // SAFETY: the caller's promise; a checked plan excludes races on the ranges.
         let mine =
@@ -230,7 +315,14 @@ impl<B: Block> Execution<'_, B> {
         let mut k = self.block.thread();
         while k < op.links {
             // SAFETY: the caller's promise.
-            unsafe { self.semaphore(op, k).signal(self.block) };
+            unsafe {
+                let semaphore: Semaphore =
+                    read_entry(self.block, self.program.semaphores, self.link(op, k));
+                match op.kind {
+                    OpKind::RelaxedSignal => semaphore.relaxed_signal(self.block),
+                    _ => semaphore.signal(self.block),
+                }
+            }
             k += self.block.threads();
         }
         Ok(())
@@ -238,31 +330,191 @@ impl<B: Block> Execution<'_, B> {
 
     /// # Safety
     /// `op` must be one of the program's, of this kind.
-    unsafe fn wait(&self, op: &Op, index: u32) -> Result<(), Stopped> {
+    unsafe fn wait(&self, op: &Op) -> Result<(), Stopped> {
         let mut mine = Ok(());
         let mut k = self.block.thread();
         while k < op.links && mine.is_ok() {
             // SAFETY: the caller's promise.
-            mine = unsafe { self.semaphore(op, k).wait(self.block, index) };
+            mine = unsafe {
+                let semaphore: Semaphore =
+                    read_entry(self.block, self.program.semaphores, self.link(op, k));
+                match op.kind {
+                    OpKind::RelaxedWait => semaphore.relaxed_wait(self.block, op.index),
+                    _ => semaphore.wait(self.block, op.index),
+                }
+            };
             k += self.block.threads();
         }
         self.block.sync(mine)
     }
 
     /// # Safety
-    /// `link` must be below the op's number of links.
+    /// `k` must be below the op's number of links.
     #[inline(always)]
-    unsafe fn semaphore(&self, op: &Op, link: u32) -> Semaphore {
+    unsafe fn link(&self, op: &Op, k: u32) -> u32 {
         // SAFETY: the caller's promise.
-        unsafe {
-            let id = read_entry::<B, u32>(self.block, self.program.links, op.first_link + link);
-            read_entry(self.block, self.program.semaphores, id)
-        }
+        unsafe { read_entry(self.block, self.program.links, op.first_link + k) }
     }
 
     /// # Safety
     /// `op` must be one of the program's, of this kind.
-    unsafe fn barrier(&self, op: &Op, index: u32) -> Result<(), Stopped> {
+    unsafe fn put(&self, op: &Op, window: Window) -> Result<(), Stopped> {
+        let extent = self.extent(op, window);
+        let mut kind = TriggerKind::PUT;
+        if op.flags & flags::SIGNAL != 0 {
+            kind = kind.with(TriggerKind::SIGNAL);
+        }
+        let flush = op.flags & flags::FLUSH != 0;
+        if flush {
+            kind = kind.with(TriggerKind::FLUSH);
+        }
+        self.block.sync(Ok(()))?;
+        let mut mine = Ok(());
+        // Nothing to move may still be something to signal.
+        if self.block.thread() == 0 && (!extent.is_empty() || kind != TriggerKind::PUT) {
+            // SAFETY: the caller's promise.
+            mine = unsafe {
+                let (src, src_offset) = self.offset(op, 0, extent);
+                let (dst, dst_offset) = self.offset(op, 1, extent);
+                // Packets are copied as they are.
+                let scale = if src.space == Space::Packets {
+                    WORD / PAYLOAD
+                } else {
+                    1
+                };
+                let begin = |space| match space {
+                    Space::Input => self.launch.input_offset,
+                    Space::Output => self.launch.output_offset,
+                    _ => self.half(space),
+                };
+                let memory = |space| read_entry(self.block, self.program.memories, space as u32);
+                let port: PortChannel =
+                    read_entry(self.block, self.program.ports, self.link(op, 0));
+                // Whole words: the last one may be partly payload.
+                let bytes = match scale {
+                    1 => extent.len(),
+                    _ => extent.len().div_ceil(PAYLOAD) * WORD,
+                };
+                let trigger = Trigger {
+                    kind,
+                    channel: port.channel,
+                    dst_memory: memory(dst.space),
+                    src_memory: memory(src.space),
+                    dst_offset: begin(dst.space) + dst_offset * scale,
+                    src_offset: begin(src.space) + src_offset * scale,
+                    size: bytes,
+                };
+                self.push(&port, op, &trigger, flush)
+            };
+        }
+        self.block.sync(mine)
+    }
+
+    /// Asks every linked port channel's proxy for something that moves no data.
+    ///
+    /// # Safety
+    /// `op` must be one of the program's, of such a kind.
+    unsafe fn request(&self, op: &Op, kind: TriggerKind, flush: bool) -> Result<(), Stopped> {
+        self.block.sync(Ok(()))?;
+        let mut mine = Ok(());
+        let mut k = self.block.thread();
+        while k < op.links && mine.is_ok() {
+            // SAFETY: the caller's promise.
+            mine = unsafe {
+                let port: PortChannel =
+                    read_entry(self.block, self.program.ports, self.link(op, k));
+                let (dst_memory, src_memory) = (port.dst_memory, port.src_memory);
+                let (channel, zero) = (port.channel, 0);
+                let (dst_offset, src_offset, size) = (zero, zero, zero);
+                let trigger = Trigger {
+                    kind,
+                    channel,
+                    dst_memory,
+                    src_memory,
+                    dst_offset,
+                    src_offset,
+                    size,
+                };
+                self.push(&port, op, &trigger, flush)
+            };
+            k += self.block.threads();
+        }
+        self.block.sync(mine)
+    }
+
+    /// # Safety
+    /// `port` must be one of the program's.
+    unsafe fn push(
+        &self,
+        port: &PortChannel,
+        op: &Op,
+        trigger: &Trigger,
+        flush: bool,
+    ) -> Result<(), Stopped> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let position = port.fifo.push(self.block, op.index, trigger)?;
+            if flush {
+                port.fifo.wait_handled(self.block, op.index, position)
+            } else {
+                Ok(())
+            }
+        }
+    }
+
+    /// Addresses of a semaphore among blocks: tickets given out, and releases.
+    fn block_semaphore(&self, id: u32) -> (u64, u64) {
+        let first = 2 + u64::from(self.program.barriers) + 2 * u64::from(id);
+        let tickets = self.program.counters + first * COUNTER_STRIDE;
+        (tickets, tickets + COUNTER_STRIDE)
+    }
+
+    /// # Safety
+    /// `op` must be one of the program's, of this kind.
+    unsafe fn acquire(&self, op: &Op) -> Result<(), Stopped> {
+        let memory = self.block.memory();
+        let mut mine = Ok(());
+        let mut k = self.block.thread();
+        while k < op.links && mine.is_ok() {
+            // SAFETY: the caller's promise.
+            mine = unsafe {
+                let id = self.link(op, k);
+                let (tickets, releases) = self.block_semaphore(id);
+                // First come, first served: no compare-and-swap is needed.
+                let target = memory.fetch_add(tickets, 1) + 1;
+                let site = Site {
+                    kind: WaitKind::Acquire,
+                    peer: self.program.rank,
+                    channel: id,
+                    op: op.index,
+                };
+                let load = || memory.load_acquire(releases);
+                wait_for(self.block, site, target, load, |seen| reached(seen, target)).map(drop)
+            };
+            k += self.block.threads();
+        }
+        self.block.sync(mine)
+    }
+
+    /// # Safety
+    /// `op` must be one of the program's, of this kind.
+    unsafe fn release(&self, op: &Op) -> Result<(), Stopped> {
+        self.block.sync(Ok(()))?;
+        let mut k = self.block.thread();
+        while k < op.links {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let (_, releases) = self.block_semaphore(self.link(op, k));
+                self.block.memory().add_release(releases, 1);
+            }
+            k += self.block.threads();
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// `op` must be one of the program's, of this kind.
+    unsafe fn barrier(&self, op: &Op) -> Result<(), Stopped> {
         self.block.sync(Ok(()))?;
         let mut mine = Ok(());
         if self.block.thread() == 0 && op.links > 1 {
@@ -273,7 +525,7 @@ impl<B: Block> Execution<'_, B> {
                 kind: WaitKind::Barrier,
                 peer: self.program.rank,
                 channel: op.first_link,
-                op: index,
+                op: op.index,
             };
             // SAFETY: the caller's promise.
             unsafe {

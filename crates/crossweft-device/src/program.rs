@@ -4,10 +4,12 @@
 //! Program -> blocks:     BlockOps  [block_count]        which operations a thread block runs
 //!            ops:        Op        [..]                 in order, block after block
 //!            operands:   Operand   [..]                 an op's sources, then its destinations
-//!            links:      u32       [..]                 an op's semaphores
-//!            semaphores: Semaphore [..]
+//!            links:      u32       [..]                 an op's channels, or semaphores among blocks
+//!            semaphores: Semaphore   [channels]
+//!            ports:      PortChannel [channels]         only entries of port channels are used
+//!            memories:   u32         [4]                the proxy's ids of the four buffers
 //!            bases:      u64       [ranks][4]           where each rank's buffers are mapped here
-//!            counters:   epoch, blocks left, barriers   a cache line each
+//!            counters:   a cache line each: epoch, blocks left, one a barrier, two a semaphore
 //! ```
 //!
 //! Sizes are not in it: offsets follow from the message's size at each launch ([`crate::extent`]).
@@ -47,6 +49,32 @@ pub enum OpKind {
     Barrier = 4,
     /// Barrier among the threads of this block.
     Sync = 5,
+    /// As `Signal`, ordering execution only.
+    RelaxedSignal = 6,
+    /// As `Wait`, ordering execution only.
+    RelaxedWait = 7,
+    /// Asks the proxy of the linked port channel for a copy; `flags` says what else.
+    Put = 8,
+    /// Asks the proxies of the linked port channels to signal, after the puts before.
+    PortSignal = 9,
+    /// Waits until everything put over the linked port channels has arrived.
+    Flush = 10,
+    /// Takes one from each of the linked semaphores among blocks.
+    Acquire = 11,
+    /// Adds one to each of the linked semaphores among blocks.
+    Release = 12,
+    /// Repeats the next `links` operations for every piece of `unit` bytes of `chunks` chunks.
+    Loop = 13,
+}
+
+/// Bits of [`Op::flags`].
+pub mod flags {
+    /// Reduce: the result is final, so an average divides.
+    pub const LAST: u32 = 1;
+    /// Put: signal the peer when it has arrived.
+    pub const SIGNAL: u32 = 2;
+    /// Put: wait until it has arrived.
+    pub const FLUSH: u32 = 4;
 }
 
 /// One operation.
@@ -55,6 +83,8 @@ pub enum OpKind {
 pub struct Op {
     /// What to do.
     pub kind: OpKind,
+    /// Its index in the plan, for messages.
+    pub index: u32,
     /// First chunk of the message that is moved, or reduced.
     pub chunk: u32,
     /// Number of chunks.
@@ -73,8 +103,10 @@ pub struct Op {
     pub first_link: u32,
     /// Number of links.
     pub links: u32,
-    /// Reductions: 1 if the result is final (an average then divides), 0 if partial.
-    pub last: u32,
+    /// See [`flags`].
+    pub flags: u32,
+    /// Bytes of a loop's piece.
+    pub unit: u64,
 }
 
 /// A place data comes from or goes to.
@@ -85,7 +117,9 @@ pub struct Operand {
     pub space: Space,
     /// Whose.
     pub rank: u32,
-    /// The chunk or slot at which the operation's first chunk lies.
+    /// Input and output: which block, each of one message.
+    pub block: u32,
+    /// The chunk of the block, or the slot, at which the operation's first chunk lies.
     pub index: u32,
     /// Packets: the rank at the other end (who sends what is read here, or reads what is sent).
     pub peer: u32,
@@ -116,11 +150,16 @@ pub struct Program {
     pub operands: u64,
     /// All links.
     pub links: u64,
-    /// All semaphores.
+    /// The semaphore of each channel.
     pub semaphores: u64,
+    /// The port channel of each channel that is one.
+    pub ports: u64,
+    /// The proxy's ids of this rank's, and its peers', buffers.
+    pub memories: u64,
     /// Base addresses of every rank's buffers, as mapped here.
     pub bases: u64,
-    /// Counters: the epoch, the number of blocks that left, then one per barrier.
+    /// Counters: the epoch, the number of blocks that left, one per barrier, two per semaphore among
+    /// blocks (tickets given out, then releases).
     pub counters: u64,
     /// Bytes of one half of the scratch memory, if it is used in two halves in turn; else 0.
     pub scratch_half: u64,
@@ -132,6 +171,8 @@ pub struct Program {
     pub ranks: u32,
     /// Thread blocks.
     pub block_count: u32,
+    /// Barriers.
+    pub barriers: u32,
     /// Chunks a message is cut into.
     pub chunks: u32,
     /// Bytes of an element.
@@ -150,6 +191,6 @@ pub struct Launch {
     pub input_offset: u64,
     /// Bytes from the registered base to the output; the same on every rank.
     pub output_offset: u64,
-    /// Size of the message in bytes.
+    /// Size of the message, one block of input or output, in bytes.
     pub bytes: u64,
 }

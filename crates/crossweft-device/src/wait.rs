@@ -29,6 +29,8 @@ pub enum WaitKind {
     FifoDone = 3,
     /// The other thread blocks of this rank at a barrier.
     Barrier = 4,
+    /// Another thread block of this rank to release a semaphore.
+    Acquire = 5,
 }
 
 impl WaitKind {
@@ -41,6 +43,7 @@ impl WaitKind {
             Self::FifoSpace => "space in the fifo",
             Self::FifoDone => "the proxy",
             Self::Barrier => "the other thread blocks",
+            Self::Acquire => "another thread block",
         }
     }
 }

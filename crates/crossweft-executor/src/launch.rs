@@ -26,20 +26,8 @@ pub struct RawBuffers {
     pub input_offset: u64,
     /// Bytes from the registered base to the output; 0 for private buffers.
     pub output_offset: u64,
-    /// Bytes of each.
+    /// Bytes of a message: one block of input or output.
     pub bytes: u64,
-}
-
-impl RawBuffers {
-    pub(crate) fn of(input: *const u8, output: *mut u8, bytes: usize) -> Self {
-        Self {
-            input: input.expose_provenance() as u64,
-            output: output.expose_provenance() as u64,
-            input_offset: 0,
-            output_offset: 0,
-            bytes: bytes as u64,
-        }
-    }
 }
 
 impl Prepared {
@@ -50,7 +38,7 @@ impl Prepared {
     /// [`ExecutorError`] behind the stream's error type, as for [`run`](Self::run).
     ///
     /// # Safety
-    /// The buffers must be valid for `bytes` bytes, lie where the plan was prepared for, and stay
+    /// The buffers must be valid for their blocks of `bytes` bytes, lie where the plan was prepared for, and stay
     /// untouched by others until the launch has ended, which the stream tells.
     pub unsafe fn launch_on(
         self: &Arc<Self>,

@@ -6,17 +6,17 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use crossweft_channel::{ChannelError, Endpoint, RegisteredMemory, SemaphorePool};
+use crossweft_channel::{ChannelError, Endpoint, RegisteredMemory};
 use crossweft_device::program::Program;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::HalError;
 use crossweft_hal::cpu::{Grid, Schedule, SharedMemory};
-use crossweft_plan::Plan;
+use crossweft_plan::{Collective, InPlace, Plan};
 
 use crate::ExecutorError;
 use crate::launch::RawBuffers;
-use crate::tables::{Memories, Tables};
+use crate::tables::{Channels, Memories, Tables};
 
 /// Where the caller's buffers will be.
 #[derive(Clone, Debug)]
@@ -77,9 +77,9 @@ pub struct Prepared {
     pub(crate) grid: Mutex<Grid>,
     pub(crate) poisoned: AtomicBool,
     options: Options,
+    shape: Shape,
     // What the program points to.
     _tables: Tables,
-    _semaphores: SemaphorePool,
     _scratch: Option<Arc<RegisteredMemory>>,
 }
 
@@ -134,20 +134,20 @@ impl Prepared {
         };
         let rank = endpoint.rank();
         let own = &plan.ranks[rank as usize];
-        let peers: Vec<u32> = own.channels.iter().map(|channel| channel.peer).collect();
-        let semaphores = SemaphorePool::new(endpoint, &peers, deadline).map_err(channel)?;
         let (input, output) = match &options.buffers {
             Buffers::Private => (None, None),
-            Buffers::Registered { input, output } => (Some(&**input), Some(&**output)),
+            Buffers::Registered { input, output } => (Some(input), Some(output)),
         };
         let memories = Memories {
             input,
             output,
-            scratch: scratch_memory.as_deref(),
+            scratch: scratch_memory.as_ref(),
             packets_offset: scratch,
         };
-        let tables = Tables::new(plan, rank, &semaphores, &memories, options.first_epoch)
-            .map_err(channel)?;
+        let channels =
+            Channels::new(endpoint, own, &memories, plan.has_ports(), deadline).map_err(channel)?;
+        let tables =
+            Tables::new(plan, rank, channels, &memories, options.first_epoch).map_err(channel)?;
         let grid = Grid::new(own.blocks.len() as u32, options.schedule).map_err(hal)?;
         let halves = (scratch_half, packets_half);
         let element = options.dtype.size() as u32;
@@ -164,8 +164,8 @@ impl Prepared {
             grid: Mutex::new(grid),
             poisoned: AtomicBool::new(false),
             options,
+            shape: Shape::new(plan, rank),
             _tables: tables,
-            _semaphores: semaphores,
             _scratch: scratch_memory,
         }))
     }
@@ -182,8 +182,9 @@ impl Prepared {
         self.options.max_bytes
     }
 
-    /// Runs the plan on private buffers of equal length, on the calling thread. Blocks until this
-    /// rank's part is done, at most for `limit`.
+    /// Runs the plan on private buffers, on the calling thread: `input` and `output` have as many
+    /// bytes as the collective's blocks of one message. Blocks until this rank's part is done, at
+    /// most for `limit`.
     ///
     /// # Errors
     /// [`ExecutorError`]: [`Usage`](ExecutorError::Usage) leaves everything as it was; after
@@ -194,27 +195,59 @@ impl Prepared {
         output: &mut [u8],
         limit: Duration,
     ) -> Result<(), ExecutorError> {
-        if input.len() != output.len() {
-            let (input, output) = (input.len(), output.len());
-            return Err(self.usage(format!("input has {input} bytes, output {output}")));
-        }
+        let (from, to) = (input.len() as u64, output.len() as u64);
+        let Some(bytes) = self.shape.message(from, to) else {
+            let Shape {
+                input_blocks,
+                output_blocks,
+                ..
+            } = self.shape;
+            return Err(self.usage(format!(
+                "input has {from} bytes, output {to}; they must be {input_blocks} and \
+                 {output_blocks} times the message"
+            )));
+        };
         self.check_private()?;
-        let buffers = RawBuffers::of(input.as_ptr(), output.as_mut_ptr(), input.len());
+        self.check_in_place(false)?;
+        let buffers = RawBuffers {
+            input: input.as_ptr().expose_provenance() as u64,
+            output: output.as_mut_ptr().expose_provenance() as u64,
+            input_offset: 0,
+            output_offset: 0,
+            bytes,
+        };
         self.launch_borrowed(&buffers, limit, (input, output))
     }
 
-    /// [`run`](Self::run), with the output in the place of the input.
+    /// [`run`](Self::run) on one buffer, the larger of input and output; the smaller one is this
+    /// rank's block of it.
     ///
     /// # Errors
     /// As for [`run`](Self::run).
     pub fn run_in_place(&self, data: &mut [u8], limit: Duration) -> Result<(), ExecutorError> {
+        let blocks = u64::from(self.shape.input_blocks.max(self.shape.output_blocks).max(1));
+        let bytes = data.len() as u64 / blocks;
+        if bytes * blocks != data.len() as u64 {
+            let length = data.len();
+            return Err(self.usage(format!("{length} bytes are no {blocks} messages")));
+        }
         self.check_private()?;
-        let buffers = RawBuffers::of(data.as_ptr(), data.as_mut_ptr(), data.len());
+        self.check_in_place(true)?;
+        let base = data.as_mut_ptr().expose_provenance() as u64;
+        let (input_offset, output_offset) = self.shape.in_place_offsets(bytes);
+        let buffers = RawBuffers {
+            input: base + input_offset,
+            output: base + output_offset,
+            input_offset: 0,
+            output_offset: 0,
+            bytes,
+        };
         self.launch_borrowed(&buffers, limit, (&[], data))
     }
 
-    /// Runs the plan on `bytes` bytes of registered memory, on the calling thread. Offsets must be
-    /// the same on every rank; the two ranges must be the same or not overlap.
+    /// Runs the plan on messages of `bytes` bytes in registered memory, on the calling thread.
+    /// Offsets must be the same on every rank; in place they are those of the one buffer, otherwise
+    /// the ranges must not overlap.
     ///
     /// # Errors
     /// As for [`run`](Self::run).
@@ -228,28 +261,47 @@ impl Prepared {
         let Buffers::Registered { input, output } = &self.options.buffers else {
             return Err(self.usage("it was prepared for private buffers".to_owned()));
         };
-        for (what, memory, offset) in [
-            ("input", input, input_offset),
-            ("output", output, output_offset),
+        let in_place = Arc::ptr_eq(input, output) && input_offset == output_offset;
+        let (mut input_blocks, mut output_blocks) =
+            (self.shape.input_blocks, self.shape.output_blocks);
+        if in_place {
+            input_blocks = input_blocks.max(output_blocks);
+            output_blocks = input_blocks;
+        }
+        for (what, memory, offset, blocks) in [
+            ("input", input, input_offset, input_blocks),
+            ("output", output, output_offset, output_blocks),
         ] {
-            let end = offset.checked_add(bytes);
+            let end = bytes
+                .checked_mul(blocks.into())
+                .and_then(|n| offset.checked_add(n));
             if end.is_none_or(|end| end > memory.bytes()) {
                 let size = memory.bytes();
                 return Err(self.usage(format!(
-                    "{what} {offset}..{offset}+{bytes} lies outside its memory of {size} bytes"
+                    "{what} of {blocks} times {bytes} bytes at {offset} lies outside its memory of \
+                     {size} bytes"
                 )));
             }
         }
-        let (from, to) = (
-            input.local().addr() + input_offset,
-            output.local().addr() + output_offset,
-        );
-        if from != to && from < to.saturating_add(bytes) && to < from.saturating_add(bytes) {
+        let overlap = |a: u64, a_blocks: u32, b: u64| {
+            a <= b && b < a.saturating_add(bytes.saturating_mul(a_blocks.into()))
+        };
+        if Arc::ptr_eq(input, output)
+            && !in_place
+            && (overlap(input_offset, input_blocks, output_offset)
+                || overlap(output_offset, output_blocks, input_offset))
+        {
             return Err(self.usage("input and output overlap without being the same".to_owned()));
         }
+        self.check_in_place(in_place)?;
+        let (own_input, own_output) = if in_place {
+            self.shape.in_place_offsets(bytes)
+        } else {
+            (0, 0)
+        };
         let buffers = RawBuffers {
-            input: from,
-            output: to,
+            input: input.local().addr() + input_offset + own_input,
+            output: output.local().addr() + output_offset + own_output,
             input_offset,
             output_offset,
             bytes,
@@ -257,7 +309,7 @@ impl Prepared {
         self.launch_registered(&buffers, limit)
     }
 
-    /// Whether the size fits what was prepared.
+    /// Whether the size of a message fits what was prepared.
     pub(crate) fn check_bytes(&self, bytes: u64) -> Result<(), ExecutorError> {
         let max = self.options.max_bytes;
         if bytes > max {
@@ -267,7 +319,33 @@ impl Prepared {
         if !bytes.is_multiple_of(dtype.size() as u64) {
             return Err(self.usage(format!("{bytes} bytes are no whole number of {dtype}")));
         }
+        let (least, most) = self.shape.message_bytes;
+        if bytes < least || bytes > most {
+            return Err(self.usage(format!("{bytes} bytes; the plan is for {least} to {most}")));
+        }
+        if !bytes.is_multiple_of(self.shape.multiple_of) {
+            return Err(self.usage(format!(
+                "{bytes} bytes; the plan moves chunks about, so it takes multiples of {}",
+                self.shape.multiple_of
+            )));
+        }
         Ok(())
+    }
+
+    fn check_in_place(&self, in_place: bool) -> Result<(), ExecutorError> {
+        match (self.shape.in_place, in_place) {
+            (InPlace::Forbidden, true) => {
+                Err(self.usage("the plan cannot work in place".to_owned()))
+            }
+            (_, true) if self.shape.reaches_into_smaller => Err(self.usage(
+                "ranks reach into each other's smaller buffer, which the plan cannot do in place"
+                    .to_owned(),
+            )),
+            (InPlace::Required, false) => {
+                Err(self.usage("the plan only works in place".to_owned()))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn check_private(&self) -> Result<(), ExecutorError> {
@@ -282,6 +360,67 @@ impl Prepared {
             plan: self.name.clone(),
             rank: self.program.rank,
             reason,
+        }
+    }
+}
+
+/// What a plan says about the buffers of a launch.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    rank: u32,
+    collective: Collective,
+    in_place: InPlace,
+    input_blocks: u32,
+    output_blocks: u32,
+    message_bytes: (u64, u64),
+    multiple_of: u64,
+    /// In place, the smaller buffer lies elsewhere on every rank, so peers cannot reach into it.
+    reaches_into_smaller: bool,
+}
+
+impl Shape {
+    fn new(plan: &Plan, rank: u32) -> Self {
+        let multiple_of = if plan.needs_equal_chunks() {
+            u64::from(plan.chunks) * crossweft_device::extent::GRANULE
+        } else {
+            1
+        };
+        let (input, output) = plan.reaches_into();
+        let reaches_into_smaller = match plan.collective {
+            Collective::AllGather => input,
+            Collective::ReduceScatter => output,
+            _ => false,
+        };
+        Self {
+            rank,
+            reaches_into_smaller,
+            collective: plan.collective,
+            in_place: plan.in_place,
+            input_blocks: plan.input_blocks,
+            output_blocks: plan.output_blocks,
+            message_bytes: plan.message_bytes,
+            multiple_of,
+        }
+    }
+
+    /// Bytes of the message of buffers of these sizes, if they fit together.
+    fn message(&self, input: u64, output: u64) -> Option<u64> {
+        let (i, o) = (u64::from(self.input_blocks), u64::from(self.output_blocks));
+        let bytes = if i > 0 {
+            input / i
+        } else {
+            output.checked_div(o)?
+        };
+        (input == bytes * i && output == bytes * o).then_some(bytes)
+    }
+
+    /// Where this rank's input and output begin in the one buffer.
+    fn in_place_offsets(&self, bytes: u64) -> (u64, u64) {
+        let own = bytes * u64::from(self.rank);
+        match self.collective {
+            Collective::AllGather => (own, 0),
+            Collective::ReduceScatter => (0, own),
+            _ => (0, 0),
         }
     }
 }

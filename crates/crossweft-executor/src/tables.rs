@@ -1,11 +1,19 @@
 //! A plan's program of one rank, laid out flat for device code.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use crossweft_channel::{ChannelError, RegisteredMemory, SemaphorePool};
-use crossweft_device::program::{BlockOps, Op, OpKind, Operand, Program, SPACES, Space};
+use crossweft_channel::{
+    ChannelError, Endpoint, PortChannel, ProxyOptions, ProxyService, RegisteredMemory,
+    SemaphorePool,
+};
+use crossweft_device::channel::PortChannel as PortHandle;
+use crossweft_device::program::{BlockOps, Op, OpKind, Operand, Program, SPACES, Space, flags};
 use crossweft_device::semaphore::Semaphore;
-use crossweft_plan::{Op as PlanOp, Operand as PlanOperand, Plan};
+use crossweft_plan::{
+    Buffer, ChannelKind, Op as PlanOp, Operand as PlanOperand, Plan, RankProgram,
+};
 
 /// A counter on a cache line of its own ([`crossweft_device::program::COUNTER_STRIDE`]).
 #[derive(Debug, Default)]
@@ -21,29 +29,120 @@ pub(crate) struct Tables {
     operands: Box<[Operand]>,
     links: Box<[u32]>,
     semaphores: Box<[Semaphore]>,
+    ports: Box<[PortHandle]>,
+    memories: Box<[u32]>,
     bases: Box<[u64]>,
     counters: Box<[Counter]>,
+    barriers: u32,
+    _channels: Channels,
 }
 
 /// Where the buffers of every rank are.
 pub(crate) struct Memories<'a> {
-    pub(crate) input: Option<&'a RegisteredMemory>,
-    pub(crate) output: Option<&'a RegisteredMemory>,
+    pub(crate) input: Option<&'a Arc<RegisteredMemory>>,
+    pub(crate) output: Option<&'a Arc<RegisteredMemory>>,
     /// Plain scratch memory, with packet memory behind it.
-    pub(crate) scratch: Option<&'a RegisteredMemory>,
+    pub(crate) scratch: Option<&'a Arc<RegisteredMemory>>,
     pub(crate) packets_offset: u64,
 }
 
 impl Memories<'_> {
-    /// Address of a buffer, 0 if it is private to its rank.
-    fn base(&self, rank: u32, space: Space) -> Result<u64, ChannelError> {
-        let (memory, offset) = match space {
+    /// A buffer: its memory, and where in it it begins; `None` if it is private to its rank.
+    fn at(&self, space: Space) -> (Option<&Arc<RegisteredMemory>>, u64) {
+        match space {
             Space::Input => (self.input, 0),
             Space::Output => (self.output, 0),
             Space::Packets => (self.scratch, self.packets_offset),
             _ => (self.scratch, 0),
+        }
+    }
+
+    /// Address of a buffer, 0 if it is private to its rank.
+    fn base(&self, rank: u32, space: Space) -> Result<u64, ChannelError> {
+        match self.at(space) {
+            (Some(memory), offset) => Ok(memory.addr(rank)? + offset),
+            (None, _) => Ok(0),
+        }
+    }
+}
+
+/// The channels of one rank.
+#[derive(Debug)]
+pub(crate) struct Channels {
+    pool: Arc<SemaphorePool>,
+    /// For each channel of the plan, which semaphore of the pool it has.
+    semaphores: Vec<usize>,
+    ports: Option<Ports>,
+}
+
+#[derive(Debug)]
+struct Ports {
+    /// The port channels, with their numbers in the plan.
+    channels: Vec<(usize, PortChannel)>,
+    memories: [u32; SPACES as usize],
+    // Dropped last: it carries out what the channels have been asked for.
+    _service: ProxyService,
+}
+
+impl Channels {
+    /// Makes what `program` needs. Collective; `ports` says whether any rank has port channels.
+    pub(crate) fn new(
+        endpoint: &Arc<Endpoint>,
+        program: &RankProgram,
+        memories: &Memories<'_>,
+        ports: bool,
+        deadline: Instant,
+    ) -> Result<Self, ChannelError> {
+        // Ends pair up by their order among those to a peer, and plans count each kind by itself:
+        // all memory channels come first, on every rank.
+        let of = |kind| {
+            let channels = program.channels.iter().enumerate();
+            channels
+                .filter(move |(_, c)| c.kind == kind)
+                .map(|(number, _)| number)
         };
-        memory.map_or(Ok(0), |memory| Ok(memory.addr(rank)? + offset))
+        let order: Vec<usize> = of(ChannelKind::Memory)
+            .chain(of(ChannelKind::Port))
+            .collect();
+        let peers: Vec<u32> = order
+            .iter()
+            .map(|&number| program.channels[number].peer)
+            .collect();
+        let pool = Arc::new(SemaphorePool::new(endpoint, &peers, deadline)?);
+        let mut semaphores = vec![0; order.len()];
+        for (place, &number) in order.iter().enumerate() {
+            semaphores[number] = place;
+        }
+        let ports = if ports {
+            let service = ProxyService::new(endpoint, &ProxyOptions::default(), deadline)?;
+            let mut ids = [0; SPACES as usize];
+            for space in [Space::Input, Space::Output, Space::Scratch, Space::Packets] {
+                if let (Some(memory), offset) = memories.at(space) {
+                    let bytes = memory.bytes() - offset;
+                    ids[space as usize] = service.add_range(memory, offset, bytes)?;
+                }
+            }
+            // The triggers of a plan name their memories themselves.
+            let any = ids[Space::Scratch as usize].max(ids[Space::Input as usize]);
+            let channels = of(ChannelKind::Port)
+                .map(|number| {
+                    let place = semaphores[number];
+                    Ok((number, service.channel(&pool, place, any, any, deadline)?))
+                })
+                .collect::<Result<_, ChannelError>>()?;
+            Some(Ports {
+                channels,
+                memories: ids,
+                _service: service,
+            })
+        } else {
+            None
+        };
+        Ok(Self {
+            pool,
+            semaphores,
+            ports,
+        })
     }
 }
 
@@ -51,92 +150,77 @@ impl Tables {
     pub(crate) fn new(
         plan: &Plan,
         rank: u32,
-        pool: &SemaphorePool,
+        channels: Channels,
         memories: &Memories<'_>,
         first_epoch: u64,
     ) -> Result<Self, ChannelError> {
         let program = &plan.ranks[rank as usize];
-        let mut bases = vec![0; plan.ranks.len() * SPACES as usize];
-        let (mut ops, mut operands, mut links) = (Vec::new(), Vec::new(), Vec::new());
+        let mut lowering = Lowering {
+            plan,
+            rank,
+            memories,
+            ops: Vec::new(),
+            operands: Vec::new(),
+            links: Vec::new(),
+            bases: vec![0; plan.ranks.len() * SPACES as usize],
+        };
         let mut blocks = Vec::new();
         for block in &program.blocks {
-            blocks.push(BlockOps {
-                first: ops.len() as u32,
-                count: block.len() as u32,
-            });
-            for op in block {
-                let (from, to) = op.operands();
-                let (first_operand, first_link) = (operands.len() as u32, links.len() as u32);
-                for operand in from {
-                    // Packets are read where they arrive; their sender is who is waited for.
-                    let sender = plan
-                        .packet_sender(rank, operand.index)
-                        .unwrap_or(operand.rank);
-                    operands.push(lower(operand, sender));
-                }
-                operands.extend(to.iter().map(|operand| lower(operand, operand.rank)));
-                for operand in from.iter().chain(to) {
-                    let space = operand.buffer.into();
-                    let at = operand.rank as usize * SPACES as usize + space as usize;
-                    bases[at] = memories.base(operand.rank, space)?;
-                }
-                let mut lowered = Op {
-                    kind: OpKind::Sync,
-                    chunk: 0,
-                    chunks: 0,
-                    slice: 0,
-                    slices: 1,
-                    first_operand,
-                    sources: from.len() as u32,
-                    destinations: to.len() as u32,
-                    first_link,
-                    links: 0,
-                    last: 0,
-                };
-                if let Some(chunks) = op.chunks() {
-                    (lowered.chunk, lowered.chunks) = (chunks.first, chunks.count);
-                    (lowered.slice, lowered.slices) = chunks.slice;
-                }
-                match op {
-                    PlanOp::Move { .. } => lowered.kind = OpKind::Move,
-                    PlanOp::Reduce { last, .. } => {
-                        (lowered.kind, lowered.last) = (OpKind::Reduce, u32::from(*last));
-                    }
-                    PlanOp::Signal { channels } | PlanOp::Wait { channels } => {
-                        let signal = matches!(op, PlanOp::Signal { .. });
-                        lowered.kind = if signal { OpKind::Signal } else { OpKind::Wait };
-                        links.extend_from_slice(channels);
-                        lowered.links = channels.len() as u32;
-                    }
-                    PlanOp::Barrier { id, blocks } => {
-                        lowered.kind = OpKind::Barrier;
-                        (lowered.first_link, lowered.links) = (*id, *blocks);
-                    }
-                    // `Sync`, and what a newer plan crate may add must be lowered here first.
-                    _ => lowered.kind = OpKind::Sync,
-                }
-                ops.push(lowered);
+            let first = lowering.ops.len() as u32;
+            for (index, op) in (0..).zip(block) {
+                lowering.op(program, index, op)?;
             }
+            blocks.push(BlockOps {
+                first,
+                count: lowering.ops.len() as u32 - first,
+            });
         }
+        let Lowering {
+            ops,
+            operands,
+            links,
+            mut bases,
+            ..
+        } = lowering;
         // The packet memory of this rank is cleared now and then, whoever reads it.
         bases[rank as usize * SPACES as usize + Space::Packets as usize] =
             memories.base(rank, Space::Packets)?;
-        let counters: Box<[Counter]> = (0..2 + program.barriers())
+
+        let barriers = program.barriers();
+        let counters: Box<[Counter]> = (0..2 + barriers as usize + 2 * program.semaphores.len())
             .map(|_| Counter::default())
             .collect();
-        counters[0]
-            .0
-            .store(first_epoch, std::sync::atomic::Ordering::Relaxed);
+        counters[0].0.store(first_epoch, Ordering::Relaxed);
+        for (id, &initial) in program.semaphores.iter().enumerate() {
+            // Tickets, then releases: what is there at first counts as released.
+            counters[2 + barriers as usize + 2 * id + 1]
+                .0
+                .store(initial.into(), Ordering::Relaxed);
+        }
+        let mut ports = vec![PortHandle::default(); program.channels.len()];
+        let mut port_memories = [0; SPACES as usize];
+        if let Some(made) = &channels.ports {
+            port_memories = made.memories;
+            for (number, port) in &made.channels {
+                ports[*number] = port.handle();
+            }
+        }
+        let semaphores = channels
+            .semaphores
+            .iter()
+            .map(|&place| channels.pool.handle(place));
         Ok(Self {
             blocks: blocks.into(),
             ops: ops.into(),
             operands: operands.into(),
             links: links.into(),
-            semaphores: (0..program.channels.len())
-                .map(|i| pool.handle(i))
-                .collect(),
+            semaphores: semaphores.collect(),
+            ports: ports.into(),
+            memories: port_memories.into(),
             bases: bases.into(),
             counters,
+            barriers,
+            _channels: channels,
         })
     }
 
@@ -154,6 +238,8 @@ impl Tables {
             operands: addr(&self.operands),
             links: addr(&self.links),
             semaphores: addr(&self.semaphores),
+            ports: addr(&self.ports),
+            memories: addr(&self.memories),
             bases: addr(&self.bases),
             counters: addr(&self.counters),
             scratch_half: halves.0,
@@ -161,6 +247,7 @@ impl Tables {
             rank,
             ranks: plan.world_size(),
             block_count: self.blocks.len() as u32,
+            barriers: self.barriers,
             chunks: plan.chunks,
             element,
         }
@@ -171,11 +258,161 @@ fn addr<T>(table: &[T]) -> u64 {
     table.as_ptr().expose_provenance() as u64
 }
 
-fn lower(operand: &PlanOperand, peer: u32) -> Operand {
-    Operand {
-        space: operand.buffer.into(),
-        rank: operand.rank,
-        index: operand.index,
-        peer,
+/// A rank's operations on their way into flat tables.
+struct Lowering<'a> {
+    plan: &'a Plan,
+    rank: u32,
+    memories: &'a Memories<'a>,
+    ops: Vec<Op>,
+    operands: Vec<Operand>,
+    links: Vec<u32>,
+    bases: Vec<u64>,
+}
+
+impl Lowering<'_> {
+    fn op(&mut self, program: &RankProgram, index: u32, op: &PlanOp) -> Result<(), ChannelError> {
+        match op {
+            PlanOp::Loop {
+                unit_bytes,
+                chunks,
+                ops,
+            } => {
+                let at = self.push(index, OpKind::Loop, op, &[])?;
+                self.ops[at].chunks = *chunks;
+                self.ops[at].unit = *unit_bytes;
+                for op in ops {
+                    self.op(program, index, op)?;
+                }
+                // A signal over both kinds of channels has become two operations.
+                self.ops[at].links = (self.ops.len() - at - 1) as u32;
+            }
+            PlanOp::Move { .. } => {
+                self.push(index, OpKind::Move, op, &[])?;
+            }
+            PlanOp::Reduce { last, .. } => {
+                let at = self.push(index, OpKind::Reduce, op, &[])?;
+                self.ops[at].flags = if *last { flags::LAST } else { 0 };
+            }
+            PlanOp::Signal { channels, relaxed } => {
+                let (ports, direct): (Vec<u32>, Vec<u32>) = channels
+                    .iter()
+                    .partition(|&&id| program.channels[id as usize].kind == ChannelKind::Port);
+                let kind = if *relaxed {
+                    OpKind::RelaxedSignal
+                } else {
+                    OpKind::Signal
+                };
+                for (kind, links) in [(kind, direct), (OpKind::PortSignal, ports)] {
+                    if !links.is_empty() {
+                        self.push(index, kind, op, &links)?;
+                    }
+                }
+            }
+            PlanOp::Wait { channels, relaxed } => {
+                let kind = if *relaxed {
+                    OpKind::RelaxedWait
+                } else {
+                    OpKind::Wait
+                };
+                self.push(index, kind, op, channels)?;
+            }
+            PlanOp::Put {
+                channel,
+                signal,
+                flush,
+                ..
+            } => {
+                let at = self.push(index, OpKind::Put, op, &[*channel])?;
+                self.ops[at].flags = (if *signal { flags::SIGNAL } else { 0 })
+                    | if *flush { flags::FLUSH } else { 0 };
+            }
+            PlanOp::Flush { channels } => {
+                self.push(index, OpKind::Flush, op, channels)?;
+            }
+            PlanOp::Acquire { semaphores } => {
+                self.push(index, OpKind::Acquire, op, semaphores)?;
+            }
+            PlanOp::Release { semaphores } => {
+                self.push(index, OpKind::Release, op, semaphores)?;
+            }
+            PlanOp::Barrier { id, blocks } => {
+                let at = self.push(index, OpKind::Barrier, op, &[])?;
+                (self.ops[at].first_link, self.ops[at].links) = (*id, *blocks);
+            }
+            // `Sync`. What a newer plan crate may add must be lowered here first.
+            _ => {
+                self.push(index, OpKind::Sync, op, &[])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends an entry; returns its place.
+    fn push(
+        &mut self,
+        index: u32,
+        kind: OpKind,
+        op: &PlanOp,
+        links: &[u32],
+    ) -> Result<usize, ChannelError> {
+        let (from, to) = op.operands();
+        let by_proxy = kind == OpKind::Put;
+        let (first_operand, first_link) = (self.operands.len() as u32, self.links.len() as u32);
+        for operand in from {
+            // Packets are read where they arrive; their sender is who is waited for.
+            let sender = match operand.buffer {
+                Buffer::Packets => self.plan.packet_sender(self.rank, operand.index),
+                _ => None,
+            };
+            self.operands
+                .push(self.operand(operand, sender.unwrap_or(operand.rank)));
+        }
+        for operand in to {
+            self.operands.push(self.operand(operand, operand.rank));
+        }
+        for operand in from.iter().chain(to) {
+            let space: Space = operand.buffer.into();
+            // A proxy reaches its peer its own way, wherever that is.
+            if !by_proxy {
+                let at = operand.rank as usize * SPACES as usize + space as usize;
+                self.bases[at] = self.memories.base(operand.rank, space)?;
+            }
+        }
+        self.links.extend_from_slice(links);
+        let chunks = op.chunks();
+        let (slice, slices) = chunks.map_or((0, 1), |chunks| chunks.slice);
+        self.ops.push(Op {
+            kind,
+            index,
+            chunk: chunks.map_or(0, |chunks| chunks.first),
+            chunks: chunks.map_or(0, |chunks| chunks.count),
+            slice,
+            slices,
+            first_operand,
+            sources: from.len() as u32,
+            destinations: to.len() as u32,
+            first_link,
+            links: links.len() as u32,
+            flags: 0,
+            unit: 0,
+        });
+        Ok(self.ops.len() - 1)
+    }
+
+    fn operand(&self, operand: &PlanOperand, peer: u32) -> Operand {
+        let (block, index) = match operand.buffer {
+            Buffer::Input | Buffer::Output => (
+                operand.index / self.plan.chunks,
+                operand.index % self.plan.chunks,
+            ),
+            _ => (0, operand.index),
+        };
+        Operand {
+            space: operand.buffer.into(),
+            rank: operand.rank,
+            block,
+            index,
+            peer,
+        }
     }
 }

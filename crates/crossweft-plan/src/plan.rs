@@ -430,6 +430,13 @@ impl Plan {
         reached
     }
 
+    /// Whether any rank has port channels.
+    #[must_use]
+    pub fn has_ports(&self) -> bool {
+        let mut channels = self.ranks.iter().flat_map(|program| &program.channels);
+        channels.any(|channel| channel.kind == ChannelKind::Port)
+    }
+
     /// Whether some data changes its place inside a block, so that chunks must all be of one size: the
     /// message then has to be a multiple of `chunks * 16` bytes.
     #[must_use]
