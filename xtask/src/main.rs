@@ -34,7 +34,11 @@ fn main() -> ExitCode {
 
 fn test() -> Result<(), String> {
     // The command-line tests run the program.
-    cargo("build everything", &["build", "--workspace", "--all-targets"], &[])?;
+    cargo(
+        "build everything",
+        &["build", "--workspace", "--all-targets"],
+        &[],
+    )?;
     cargo("tests", &["test", "--workspace"], &[])?;
     loom()
 }
@@ -42,17 +46,43 @@ fn test() -> Result<(), String> {
 /// Every interleaving of the device protocols. Its own target folder, because the flag would
 /// otherwise rebuild the world back and forth.
 fn loom() -> Result<(), String> {
-    let flags = [("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", "target-loom")];
-    let arguments = ["test", "--release", "--package", "crossweft-device", "--test", "loom"];
+    let flags = [
+        ("RUSTFLAGS", "--cfg loom"),
+        ("CARGO_TARGET_DIR", "target-loom"),
+    ];
+    let arguments = [
+        "test",
+        "--release",
+        "--package",
+        "crossweft-device",
+        "--test",
+        "loom",
+    ];
     cargo("loom models", &arguments, &flags)
 }
 
 fn lint() -> Result<(), String> {
     cargo("formatting", &["fmt", "--all", "--check"], &[])?;
-    let clippy = ["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"];
+    let clippy = [
+        "clippy",
+        "--workspace",
+        "--all-targets",
+        "--",
+        "--deny",
+        "warnings",
+    ];
     cargo("clippy", &clippy, &[])?;
-    let doc = ["doc", "--workspace", "--no-deps", "--document-private-items"];
-    cargo("documentation", &doc, &[("RUSTDOCFLAGS", "--deny warnings")])?;
+    let doc = [
+        "doc",
+        "--workspace",
+        "--no-deps",
+        "--document-private-items",
+    ];
+    cargo(
+        "documentation",
+        &doc,
+        &[("RUSTDOCFLAGS", "--deny warnings")],
+    )?;
     deny()
 }
 
@@ -79,8 +109,13 @@ fn cargo(what: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Result
         .status()
         .map_err(|e| format!("xtask: cannot run `{line}`: {e}"))?;
     if !status.success() {
-        return Err(format!("xtask: {what} failed: `{line}` ended with {status}"));
+        return Err(format!(
+            "xtask: {what} failed: `{line}` ended with {status}"
+        ));
     }
-    eprintln!("xtask: {what}: ok in {:.0} s", start.elapsed().as_secs_f64());
+    eprintln!(
+        "xtask: {what}: ok in {:.0} s",
+        start.elapsed().as_secs_f64()
+    );
     Ok(())
 }

@@ -109,8 +109,8 @@ pub struct Op {
     pub unit: u64,
 }
 
-/// A place data comes from or goes to.
-#[repr(C)]
+/// A place data comes from or goes to. Whole words, so that a table of them is read by words.
+#[repr(C, align(8))]
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
     /// Which buffer.

@@ -2,15 +2,15 @@
 
 mod common;
 
-use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread;
 
-use common::{Guarded, HostBlock, Random, difference, reference};
+use common::{Guarded, HostBlock, Meeting, Random, TellIfPanicking, difference, reference};
 use crossweft_device::executor::run_block;
 use crossweft_device::extent::chunk_bytes;
 use crossweft_device::packet::flag_of;
 use crossweft_device::program::{
-    BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space,
+    BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
 };
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::semaphore::Semaphore;
@@ -44,6 +44,7 @@ impl Plan {
     fn op(kind: OpKind) -> Op {
         Op {
             kind,
+            index: 0,
             chunk: 0,
             chunks: 1,
             slice: 0,
@@ -53,7 +54,8 @@ impl Plan {
             destinations: 0,
             first_link: 0,
             links: 0,
-            last: 0,
+            flags: 0,
+            unit: 0,
         }
     }
 
@@ -67,7 +69,7 @@ impl Plan {
             first_operand,
             sources: from.len() as u32,
             destinations: to.len() as u32,
-            last: 1,
+            flags: flags::LAST,
             ..Self::op(kind)
         };
         self.push(block, op);
@@ -89,6 +91,7 @@ fn at(space: Space, rank: u32, index: u32, peer: u32) -> Operand {
     Operand {
         space,
         rank,
+        block: 0,
         index,
         peer,
     }
@@ -195,6 +198,8 @@ fn tables(plan: &Plan, rank: u32, ranks: &mut [Rank], chunks: u32, element: u32)
             operands: operands.as_ptr() as u64,
             links: links.as_ptr() as u64,
             semaphores: semaphores.as_ptr() as u64,
+            ports: 0,
+            memories: 0,
             bases: bases.as_ptr() as u64,
             counters: ranks[rank as usize].counters.addr(),
             scratch_half: HALF,
@@ -202,6 +207,7 @@ fn tables(plan: &Plan, rank: u32, ranks: &mut [Rank], chunks: u32, element: u32)
             rank,
             ranks: count,
             block_count: blocks.len() as u32,
+            barriers: 0,
             chunks,
             element,
         },
@@ -254,8 +260,19 @@ impl Job {
 
     /// All launches of one block of a rank, or of all of its blocks. `first` fills the input before
     /// a launch and looks at the output after it.
-    fn work(&self, program: &Program, at: Launch, mine: &[u32], everyone: &Barrier) {
-        let block = HostBlock::ALONE;
+    fn work(
+        &self,
+        program: &Program,
+        at: Launch,
+        mine: &[u32],
+        everyone: &Meeting,
+        failed: &AtomicBool,
+    ) {
+        let _tell = TellIfPanicking(failed);
+        let block = HostBlock {
+            failed: Some(failed),
+            ..HostBlock::ALONE
+        };
         let reducer = HostReducer::new(self.dtype, self.op);
         let first = mine[0] == 0;
         for number in 0..self.launches {
@@ -270,13 +287,13 @@ impl Job {
                 // this rank's signals.
                 unsafe { Raw.copy(launch.input, data.as_ptr() as u64, bytes as u64) };
             }
-            everyone.wait();
+            everyone.wait(failed);
             for &index in mine {
                 // SAFETY: the tables are laid out for these buffers; launches follow one another.
                 let outcome = unsafe { run_block(&block, &reducer, program, &launch, index) };
                 assert_eq!(outcome, Ok(()), "launch {number}, rank {}", program.rank);
             }
-            everyone.wait();
+            everyone.wait(failed);
             if first {
                 let mut got = vec![0; bytes];
                 // SAFETY: as above; this launch is over.
@@ -311,13 +328,17 @@ impl Job {
             .collect();
         let all: Vec<u32> = (0..self.blocks).collect();
         let share = if self.threaded { 1 } else { all.len() };
-        let barriers: Vec<_> = (0..self.ranks)
-            .map(|_| Barrier::new(all.len() / share))
+        let failed = &AtomicBool::new(false);
+        let meetings: Vec<_> = (0..self.ranks)
+            .map(|_| Meeting {
+                parties: (all.len() / share) as u64,
+                arrived: AtomicU64::new(0),
+            })
             .collect();
         thread::scope(|scope| {
-            for ((tables, at), everyone) in tables.iter().zip(&launches).zip(&barriers) {
+            for ((tables, at), everyone) in tables.iter().zip(&launches).zip(&meetings) {
                 for mine in all.chunks(share) {
-                    scope.spawn(move || self.work(&tables.program, *at, mine, everyone));
+                    scope.spawn(move || self.work(&tables.program, *at, mine, everyone, failed));
                 }
             }
         });

@@ -18,7 +18,7 @@ const SITE: Site = Site {
 };
 
 /// The threads of a block, one after another: none waits for another.
-fn threads(threads: u32) -> impl Iterator<Item = HostBlock> {
+fn threads(threads: u32) -> impl Iterator<Item = HostBlock<'static>> {
     (0..threads).map(move |thread| HostBlock {
         thread,
         threads,

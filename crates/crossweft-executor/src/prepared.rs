@@ -406,11 +406,7 @@ impl Shape {
     /// Bytes of the message of buffers of these sizes, if they fit together.
     fn message(&self, input: u64, output: u64) -> Option<u64> {
         let (i, o) = (u64::from(self.input_blocks), u64::from(self.output_blocks));
-        let bytes = if i > 0 {
-            input / i
-        } else {
-            output.checked_div(o)?
-        };
+        let bytes = input.checked_div(i).or_else(|| output.checked_div(o))?;
         (input == bytes * i && output == bytes * o).then_some(bytes)
     }
 

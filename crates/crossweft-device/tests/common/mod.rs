@@ -3,23 +3,27 @@
 // Each test program uses its part.
 #![allow(dead_code)]
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
 use crossweft_device::{Block, DataType, Raw, ReduceOp, Stopped, Waiting};
 
 /// One thread of a block on the host. Its waits yield, and end after so many looks that only a
-/// broken protocol gets there.
+/// broken protocol gets there, or when another thread of the test has failed.
 #[derive(Clone, Copy)]
-pub(crate) struct HostBlock {
+pub(crate) struct HostBlock<'a> {
     pub(crate) thread: u32,
     pub(crate) threads: u32,
     pub(crate) patience: u32,
+    pub(crate) failed: Option<&'a AtomicBool>,
 }
 
-impl HostBlock {
+impl HostBlock<'_> {
     /// A block of one thread, on a thread of the host of its own.
     pub(crate) const ALONE: Self = Self {
         thread: 0,
         threads: 1,
         patience: 1 << 24,
+        failed: None,
     };
 
     /// A block of one thread that has nobody to wait for.
@@ -29,7 +33,7 @@ impl HostBlock {
     };
 }
 
-impl Block for HostBlock {
+impl Block for HostBlock<'_> {
     type Memory = Raw;
 
     fn memory(&self) -> &Raw {
@@ -52,11 +56,42 @@ impl Block for HostBlock {
         if waiting.spins >= self.patience {
             return Err(Stopped::Deadline);
         }
+        if self.failed.is_some_and(|f| f.load(Ordering::Relaxed)) {
+            return Err(Stopped::Aborted);
+        }
         std::thread::yield_now();
         Ok(())
     }
 
     fn wake(&self, _peer: u32) {}
+}
+
+/// Tells the other threads of a test if this one panics.
+pub(crate) struct TellIfPanicking<'a>(pub(crate) &'a AtomicBool);
+
+impl Drop for TellIfPanicking<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A barrier of threads that ends when one of them has failed.
+pub(crate) struct Meeting {
+    pub(crate) parties: u64,
+    pub(crate) arrived: AtomicU64,
+}
+
+impl Meeting {
+    pub(crate) fn wait(&self, failed: &AtomicBool) {
+        let before = self.arrived.fetch_add(1, Ordering::AcqRel);
+        let target = (before / self.parties + 1) * self.parties;
+        while self.arrived.load(Ordering::Acquire) < target {
+            assert!(!failed.load(Ordering::Relaxed), "another thread failed");
+            std::thread::yield_now();
+        }
+    }
 }
 
 /// splitmix64: the same numbers on every run.
