@@ -1,4 +1,5 @@
 //! The `crossweft` command as a user runs it: processes, threads, launchers, mistakes and losses.
+#![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,5 +1,6 @@
 //! All-reduce against the independent reference: every algorithm, type, operation and number of
 //! ranks, odd sizes, in place and out of place, many blocks in seeded order. Ranks are threads.
+#![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
 //! What callers hear when they, or their peers, do something wrong.
+#![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
 

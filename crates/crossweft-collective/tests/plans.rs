@@ -1,4 +1,5 @@
 //! Plans that use what all-reduce does not: every operation, other collectives, other shapes.
+#![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -31,6 +31,7 @@ impl Builder {
                 packet: PacketType::Ll16,
                 in_place: InPlace::Any,
                 chunks,
+                equal_chunks: false,
                 input_blocks: blocks_of_message.0,
                 output_blocks: blocks_of_message.1,
                 message_bytes: (0, u64::MAX),

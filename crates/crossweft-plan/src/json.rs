@@ -8,6 +8,7 @@
 //!   "packet": "ll16",                // or ll8
 //!   "in_place": "any",               // or required, forbidden
 //!   "chunks": 1, "input_blocks": 1, "output_blocks": 1,
+//!   "equal_chunks": false,           // whether sizes must be multiples of chunks * 16; may be left out
 //!   "message_bytes": [0, 65536],     // sizes of one block it is meant for; may be left out
 //!   "scratch_slots": 0, "double_scratch": false, "packet_slots": 2,
 //!   "ranks": [                       // one entry a rank, in order
@@ -52,6 +53,8 @@ struct File {
     packet: String,
     in_place: InPlace,
     chunks: u32,
+    #[serde(default)]
+    equal_chunks: bool,
     input_blocks: u32,
     output_blocks: u32,
     #[serde(default = "any_size")]
@@ -89,6 +92,7 @@ impl Plan {
             packet: packet.map_or("ll16", |(name, _)| name).to_owned(),
             in_place: self.in_place,
             chunks: self.chunks,
+            equal_chunks: self.equal_chunks,
             input_blocks: self.input_blocks,
             output_blocks: self.output_blocks,
             message_bytes: self.message_bytes,
@@ -143,6 +147,7 @@ impl Plan {
             packet,
             in_place: file.in_place,
             chunks: file.chunks,
+            equal_chunks: file.equal_chunks,
             input_blocks: file.input_blocks,
             output_blocks: file.output_blocks,
             message_bytes: file.message_bytes,

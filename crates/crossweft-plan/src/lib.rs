@@ -9,11 +9,13 @@
 //! * [`validate`]: structural checks; a plan from [`Builder::finish`] or [`Plan::from_json`] has
 //!   passed them.
 //! * [`json`]: the file format.
+//! * [`mscclpp`]: execution plans of MSCCL++, read and written.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 pub mod builder;
 pub mod json;
+pub mod mscclpp;
 pub mod plan;
 pub mod validate;
 

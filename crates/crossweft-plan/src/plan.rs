@@ -79,6 +79,9 @@ pub struct Plan {
     pub in_place: InPlace,
     /// Chunks a message (one block of input or output) is cut into.
     pub chunks: u32,
+    /// Whether chunks must all be of one size, although no operation alone tells
+    /// ([`needs_equal_chunks`](Self::needs_equal_chunks)): some slot holds now one chunk, now another.
+    pub equal_chunks: bool,
     /// Blocks of the input, each of one message.
     pub input_blocks: u32,
     /// Blocks of the output, each of one message.
@@ -270,7 +273,8 @@ pub enum Op {
         from: Vec<Operand>,
         /// Where the result goes.
         to: Vec<Operand>,
-        /// Whether this is the final result, not a partial one.
+        /// Whether this is the final result, not a partial one. It matters for averages only, which
+        /// divide here.
         last: bool,
         /// A switch of this rank whose members are exactly the sources and the destinations: a hint.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -441,7 +445,7 @@ impl Plan {
     /// message then has to be a multiple of `chunks * 16` bytes.
     #[must_use]
     pub fn needs_equal_chunks(&self) -> bool {
-        self.all_ops().any(|(_, op)| {
+        let moved = |(_, op): (u32, &Op)| {
             let (from, to) = op.operands();
             let blocks = |o: &&Operand| matches!(o.buffer, Buffer::Input | Buffer::Output);
             op.chunks().is_some_and(|chunks| {
@@ -450,7 +454,8 @@ impl Plan {
                     .filter(blocks)
                     .any(|o| o.index % self.chunks != chunks.first)
             })
-        })
+        };
+        self.equal_chunks || self.all_ops().any(moved)
     }
 
     /// The rank that sends the packets in slot `slot` of `rank`.
@@ -489,10 +494,11 @@ impl Plan {
         Some((half, half.checked_mul(2)?))
     }
 
-    /// Every operation with its rank.
-    pub(crate) fn all_ops(&self) -> impl Iterator<Item = (u32, &Op)> {
-        (0..)
-            .zip(&self.ranks)
-            .flat_map(|(rank, program)| program.blocks.iter().flatten().map(move |op| (rank, op)))
+    /// Every operation with its rank; those inside loops instead of the loops.
+    pub fn all_ops(&self) -> impl Iterator<Item = (u32, &Op)> {
+        (0..).zip(&self.ranks).flat_map(|(rank, program)| {
+            let ops = program.blocks.iter().flatten().flat_map(Op::flatten);
+            ops.map(move |op| (rank, op))
+        })
     }
 }

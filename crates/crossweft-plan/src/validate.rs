@@ -309,21 +309,22 @@ impl Plan {
         // Signals minus waits, by (kind, from, to, which of their channels). Loops are left out: how
         // often they run depends on the size.
         let mut balance: BTreeMap<(bool, u32, u32, u32), i64> = BTreeMap::new();
+        let mut ends: HashMap<(u32, u32, ChannelKind), usize> = HashMap::new();
+        for (rank, program) in (0..).zip(&self.ranks) {
+            for channel in &program.channels {
+                *ends.entry((rank, channel.peer, channel.kind)).or_default() += 1;
+            }
+        }
         for (rank, program) in (0..).zip(&self.ranks) {
             let ordinals = ordinals(program);
             for channel in &program.channels {
-                let ends = |of: u32, to: u32| {
-                    let channels = &self.ranks[of as usize].channels;
-                    channels
-                        .iter()
-                        .filter(|c| c.peer == to && c.kind == channel.kind)
-                        .count()
-                };
-                let (here, there) = (ends(rank, channel.peer), ends(channel.peer, rank));
+                let count = |of, to| ends.get(&(of, to, channel.kind)).copied().unwrap_or(0);
+                let (here, there) = (count(rank, channel.peer), count(channel.peer, rank));
                 if here != there {
                     return Err(format!(
                         "rank {rank} has {here} {} channels to rank {}, which has {there} back",
-                        channel.kind.name(), channel.peer
+                        channel.kind.name(),
+                        channel.peer
                     ));
                 }
             }

@@ -1,4 +1,5 @@
 //! Structure and file format.
+#![allow(clippy::unwrap_used)]
 
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
@@ -198,4 +199,199 @@ fn other_files_are_refused_in_plain_words() {
             "`{error}` does not contain `{words}`"
         );
     }
+}
+
+/// Two ranks that use every operation there is, but the ones in `plan`.
+fn rich_plan() -> Plan {
+    let mut b = Builder::new("rich", Collective::AllGather, 2, 1, 2)
+        .in_place(InPlace::Forbidden)
+        .scratch(2, false);
+    let (memory, back) = b.connect(0, 1);
+    let (port, port_back) = b.connect_port(0, 1);
+    let semaphore = b.semaphore(0, 1);
+    let switch = b.switch(
+        0,
+        Switch {
+            ranks: vec![0, 1],
+            buffer: Buffer::Output,
+        },
+    );
+    let whole = Chunks::new(0, 2);
+    let input = Operand::new(0, Buffer::Input, 0);
+    let output = |rank| Operand::new(rank, Buffer::Output, 0);
+    b.at(0, 0)
+        .op(Op::Move {
+            chunks: whole,
+            from: input,
+            to: vec![output(0), output(1)],
+            switch: Some(switch),
+        })
+        .op(Op::Put {
+            chunks: whole,
+            from: input,
+            to: output(1),
+            channel: port,
+            signal: true,
+            flush: true,
+        })
+        .op(Op::Flush {
+            channels: vec![port],
+        })
+        .op(Op::Signal {
+            channels: vec![memory],
+            relaxed: true,
+        })
+        .op(Op::Loop {
+            unit_bytes: 64,
+            chunks: 2,
+            ops: vec![
+                Op::Acquire {
+                    semaphores: vec![semaphore],
+                },
+                Op::Move {
+                    chunks: whole,
+                    from: input,
+                    to: vec![Operand::new(0, Buffer::Scratch, 0)],
+                    switch: None,
+                },
+                Op::Release {
+                    semaphores: vec![semaphore],
+                },
+            ],
+        });
+    b.at(1, 0)
+        .op(Op::Wait {
+            channels: vec![back],
+            relaxed: true,
+        })
+        .wait(&[port_back]);
+    b.finish().unwrap()
+}
+
+#[test]
+fn every_operation_is_written_and_read() {
+    let plan = rich_plan();
+    assert_eq!(Plan::from_json(plan.to_json().as_bytes()).unwrap(), plan);
+    assert_eq!(
+        plan.reaches_into(),
+        (true, true),
+        "a proxy reaches into the input"
+    );
+    assert!(plan.has_ports());
+    assert!(!plan.needs_equal_chunks());
+    assert_eq!(plan.all_ops().count(), 4 + 3 + 2);
+}
+
+#[test]
+fn unsound_uses_of_every_operation_are_refused() {
+    let refused = |change: &dyn Fn(&mut Plan), words: &str| {
+        let mut plan = rich_plan();
+        change(&mut plan);
+        let error = plan.validate().unwrap_err().to_string();
+        assert!(
+            error.contains(words),
+            "`{error}` does not contain `{words}`"
+        );
+    };
+    let set = |index: usize, new: Op| move |plan: &mut Plan| *op(plan, 0, 0, index) = new.clone();
+    let (input, output) = (
+        Operand::new(0, Buffer::Input, 0),
+        Operand::new(1, Buffer::Output, 0),
+    );
+    let put = |from, to, channel| Op::Put {
+        chunks: Chunks::new(0, 2),
+        from,
+        to,
+        channel,
+        signal: true,
+        flush: false,
+    };
+    refused(
+        &set(1, put(input, output, 0)),
+        "channel 0 is no port channel",
+    );
+    refused(&set(1, put(input, output, 9)), "no channel 9");
+    let own = Operand::new(0, Buffer::Output, 0);
+    refused(
+        &set(1, put(input, own, 1)),
+        "leads from rank 0 to rank 1, not from 0 to 0",
+    );
+    refused(
+        &set(2, Op::Flush { channels: vec![0] }),
+        "channel 0 is no port channel",
+    );
+    let relaxed = Op::Signal {
+        channels: vec![1],
+        relaxed: true,
+    };
+    refused(&set(3, relaxed), "a port channel has no relaxed signals");
+    refused(
+        &set(
+            3,
+            Op::Acquire {
+                semaphores: vec![1],
+            },
+        ),
+        "no semaphore 1; the rank has 1",
+    );
+    let step = |unit_bytes, chunks, ops| Op::Loop {
+        unit_bytes,
+        chunks,
+        ops,
+    };
+    refused(&set(4, step(0, 1, vec![])), "pieces of 0 bytes");
+    refused(&set(4, step(24, 1, vec![])), "a multiple of 16 fits");
+    refused(&set(4, step(16, 3, vec![])), "3 chunks, of 2 in all");
+    refused(
+        &set(4, step(16, 1, vec![step(16, 1, vec![])])),
+        "loops do not nest",
+    );
+    let release = Op::Release {
+        semaphores: vec![7],
+    };
+    refused(
+        &set(4, step(16, 1, vec![release])),
+        "in its release: there is no semaphore 7",
+    );
+    let to_input = Op::Move {
+        chunks: Chunks::new(0, 2),
+        from: Operand::new(0, Buffer::Scratch, 0),
+        to: vec![input],
+        switch: None,
+    };
+    refused(&set(0, to_input), "input is not to be written");
+    let across = Op::Move {
+        chunks: Chunks::new(0, 2),
+        from: input,
+        to: vec![Operand::new(1, Buffer::Output, 1)],
+        switch: None,
+    };
+    refused(&set(0, across), "lie in more than one block");
+    let not_members = Op::Move {
+        chunks: Chunks::new(0, 2),
+        from: input,
+        to: vec![output],
+        switch: Some(0),
+    };
+    refused(&set(0, not_members), "not the members of switch 0");
+    refused(
+        &|p| p.ranks[0].switches[0].ranks[1] = 5,
+        "a switch of rank 0 names rank 5",
+    );
+    refused(&|p| p.input_blocks = 2, "all-gather of 2 ranks has");
+    refused(
+        &|p| p.ranks[1].channels[1].kind = ChannelKind::Memory,
+        "rank 0 has 1 memory channels to rank 1, which has 2 back",
+    );
+    // The numbers of signals and waits are not compared where a loop repeats some of them.
+    let mut plan = rich_plan();
+    plan.ranks[1].blocks[0].remove(1);
+    plan.validate().unwrap();
+    plan.ranks[0].blocks[0].pop();
+    assert!(
+        plan.validate()
+            .unwrap_err()
+            .to_string()
+            .contains("signals that nobody waits for")
+    );
 }

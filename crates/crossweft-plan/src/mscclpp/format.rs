@@ -337,15 +337,30 @@ struct OverCaps {
 
 impl OverCaps {
     fn op(&mut self, op: &Op) {
-        self.check(3, "channels in an operation", op.channel_ids.len(), caps::OP_CHANNELS);
+        self.check(
+            3,
+            "channels in an operation",
+            op.channel_ids.len(),
+            caps::OP_CHANNELS,
+        );
         let buffers = op.src_buff.len().max(op.dst_buff.len());
         let what = "sources or destinations in an operation";
         self.check(4, what, buffers, caps::OP_BUFFERS);
         if let Some(id) = op.barrier_id {
-            self.check(5, "barriers", (id as usize).saturating_add(1), caps::BARRIERS);
+            self.check(
+                5,
+                "barriers",
+                (id as usize).saturating_add(1),
+                caps::BARRIERS,
+            );
         }
         let semaphores = op.semaphore_ids.len();
-        self.check(6, "semaphores in an operation", semaphores, caps::OP_SEMAPHORES);
+        self.check(
+            6,
+            "semaphores in an operation",
+            semaphores,
+            caps::OP_SEMAPHORES,
+        );
     }
 
     fn check(&mut self, cap: usize, what: &str, number: usize, limit: usize) {

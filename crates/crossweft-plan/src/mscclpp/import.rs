@@ -81,7 +81,10 @@ pub fn import(text: &[u8]) -> Result<Imported, PlanError> {
 fn read(text: &[u8]) -> Result<File, PlanError> {
     let refuse = |reason| Err(PlanError::Format { reason });
     if text.len() > MAX_BYTES {
-        return refuse(format!("{} bytes; at most {MAX_BYTES} are read", text.len()));
+        return refuse(format!(
+            "{} bytes; at most {MAX_BYTES} are read",
+            text.len()
+        ));
     }
     let objects = text.iter().filter(|&&byte| byte == b'{').count();
     if objects > MAX_OBJECTS {
@@ -117,7 +120,10 @@ impl Shape {
         };
         let world = file.gpus.len();
         if world == 0 || world > limits::RANKS {
-            return Err(format!("{world} ranks; 1 to {} are supported", limits::RANKS));
+            return Err(format!(
+                "{world} ranks; 1 to {} are supported",
+                limits::RANKS
+            ));
         }
         let n = world as u32;
         if let Some((rank, gpu)) = (0..).zip(&file.gpus).find(|(rank, gpu)| gpu.id != *rank) {
@@ -126,7 +132,12 @@ impl Shape {
         let most = |count: fn(&Gpu) -> u32| file.gpus.iter().map(count).max().unwrap_or(0);
         let (input, output) = (most(|gpu| gpu.input_chunks), most(|gpu| gpu.output_chunks));
         let same = |gpu: &&Gpu| (gpu.input_chunks, gpu.output_chunks) != (input, output);
-        if let Some(gpu) = file.gpus.iter().find(same).filter(|_| collective != Collective::Test) {
+        if let Some(gpu) = file
+            .gpus
+            .iter()
+            .find(same)
+            .filter(|_| collective != Collective::Test)
+        {
             return Err(format!(
                 "rank {} has {} chunks of input and {} of output, others {input} and {output}",
                 gpu.id, gpu.input_chunks, gpu.output_chunks
@@ -178,7 +189,9 @@ impl Shape {
         let have = u64::from(blocks) * u64::from(self.chunks);
         let end = u64::from(index) + u64::from(size);
         if end > have {
-            return Err(format!("chunks {index} to {end} of the {name}, which has {have}"));
+            return Err(format!(
+                "chunks {index} to {end} of the {name}, which has {have}"
+            ));
         }
         let mut index = index;
         if self.in_place {
@@ -284,7 +297,11 @@ impl Import<'_> {
             numbered.program.semaphores = semaphores.collect();
             for entry in &gpu.channels {
                 total += entry.connected_to.len();
-                total += entry.rank_groups.iter().map(|g| g.ranks.len()).sum::<usize>();
+                total += entry
+                    .rank_groups
+                    .iter()
+                    .map(|g| g.ranks.len())
+                    .sum::<usize>();
                 if total > MAX_CHANNELS {
                     return Err(format!("more than {MAX_CHANNELS} channels"));
                 }
@@ -293,13 +310,17 @@ impl Import<'_> {
             for (index, channel) in numbered.program.channels.iter().enumerate() {
                 if channel.peer as usize >= world || channel.peer == rank {
                     let peer = channel.peer;
-                    return Err(format!("channel {index} of rank {rank} leads to rank {peer}"));
+                    return Err(format!(
+                        "channel {index} of rank {rank} leads to rank {peer}"
+                    ));
                 }
                 *ends.entry((rank, channel.peer, channel.kind)).or_default() += 1;
             }
             let mut members = numbered.groups.iter().flat_map(|(ranks, _)| ranks);
             if let Some(member) = members.find(|&&member| member as usize >= world) {
-                return Err(format!("a switch channel of rank {rank} names rank {member}"));
+                return Err(format!(
+                    "a switch channel of rank {rank} names rank {member}"
+                ));
             }
             self.programs.push(numbered);
         }
@@ -500,7 +521,10 @@ impl Import<'_> {
                     }
                     let kind = Kind::Put {
                         channel,
-                        signal: matches!(op.name, Name::PutWithSignal | Name::PutWithSignalAndFlush),
+                        signal: matches!(
+                            op.name,
+                            Name::PutWithSignal | Name::PutWithSignalAndFlush
+                        ),
                         flush: op.name == Name::PutWithSignalAndFlush,
                     };
                     push(kind, vec![from], vec![to]);
@@ -523,7 +547,10 @@ impl Import<'_> {
                 to.extend(all(copies, packets)?);
                 push(Kind::Reduce { switch: None }, from, to);
             }
-            Name::SwitchReduceStore | Name::SwitchStore | Name::SwitchStorePackets | Name::SwitchReduce => {
+            Name::SwitchReduceStore
+            | Name::SwitchStore
+            | Name::SwitchStorePackets
+            | Name::SwitchReduce => {
                 let data = self.switch_data(place, op)?;
                 for (kind, from, to) in data {
                     push(kind, from, to);
@@ -570,7 +597,8 @@ impl Import<'_> {
                 Name::SwitchStorePackets => Role::Packets,
                 _ => Role::Plain,
             };
-            let (to, hint) = place.members(&shape, numbered, id(dst)?, dst.index, dst.size, role)?;
+            let (to, hint) =
+                place.members(&shape, numbered, id(dst)?, dst.index, dst.size, role)?;
             if op.name == Name::SwitchReduceStore {
                 let (from, source_hint) =
                     place.members(&shape, numbered, id(src)?, src.index, src.size, role)?;
@@ -784,7 +812,10 @@ impl Place<'_> {
             .iter()
             .map(|&rank| operand(shape, rank, *letter, index, size, role))
             .collect::<Result<_, _>>()?;
-        let buffer = operands.first().ok_or("the switch channel has no ranks")?.buffer;
+        let buffer = operands
+            .first()
+            .ok_or("the switch channel has no ranks")?
+            .buffer;
         let switches = &mut numbered.program.switches;
         let switch = *numbered.switches.entry((id, buffer)).or_insert_with(|| {
             switches.push(Switch {
@@ -825,7 +856,12 @@ fn needed<T>(field: &str, value: Option<T>) -> Result<T, String> {
 
 /// The chunks that all operands have.
 fn count(op: &FileOp) -> Result<u32, String> {
-    let mut sizes = op.src_buff.iter().chain(&op.dst_buff).chain(&op.dst_chunk).map(|c| c.size);
+    let mut sizes = op
+        .src_buff
+        .iter()
+        .chain(&op.dst_buff)
+        .chain(&op.dst_chunk)
+        .map(|c| c.size);
     let size = match op.size {
         Some(size) => size,
         None => sizes.next().ok_or("it has no operands")?,
@@ -834,7 +870,10 @@ fn count(op: &FileOp) -> Result<u32, String> {
         return Err(format!("operands of {size} and of {other} chunks"));
     }
     if size == 0 || size > limits::CHUNKS {
-        return Err(format!("operands of {size} chunks; 1 to {} fit", limits::CHUNKS));
+        return Err(format!(
+            "operands of {size} chunks; 1 to {} fit",
+            limits::CHUNKS
+        ));
     }
     Ok(size)
 }
@@ -921,7 +960,9 @@ impl Slots {
         let length = |(first, end): (u32, u32)| end.saturating_sub(first);
         let known = length(plain);
         let renumber = |operand: &mut Operand| match operand.buffer {
-            Buffer::Scratch if operand.index >= SPARE => operand.index = operand.index - SPARE + known,
+            Buffer::Scratch if operand.index >= SPARE => {
+                operand.index = operand.index - SPARE + known
+            }
             Buffer::Scratch => operand.index -= plain.0,
             Buffer::Packets => operand.index -= packets.0,
             _ => {}
@@ -971,7 +1012,10 @@ impl Classes {
             return;
         }
         for k in 0..data.count {
-            let mut chunk = data.operands().find(|o| in_message(o)).map(|o| (o.index + k) % self.chunks);
+            let mut chunk = data
+                .operands()
+                .find(|o| in_message(o))
+                .map(|o| (o.index + k) % self.chunks);
             let mut root = None;
             for operand in data.operands().filter(|o| !in_message(o)) {
                 let number = self.number(*operand, k);
@@ -1037,7 +1081,11 @@ impl Classes {
 
     /// The parts of an operation that lie in one block each, and whose chunks follow one another:
     /// `(offset, first chunk, count)`.
-    fn pieces(&mut self, data: &Data, single: bool) -> impl Iterator<Item = (u32, u32, u32)> + use<> {
+    fn pieces(
+        &mut self,
+        data: &Data,
+        single: bool,
+    ) -> impl Iterator<Item = (u32, u32, u32)> + use<> {
         let mut pieces: Vec<(u32, u32, u32)> = Vec::new();
         for k in 0..data.count {
             let chunk = self.chunk(data, k);
