@@ -2,7 +2,9 @@
 //!
 //! Floats accumulate in f32 (f64 in f64), integers in themselves, wrapping. Conversions round to
 //! nearest even; the 8-bit floats saturate to their largest finite value, as the GPUs' own
-//! conversion instructions do. The code is branch-free where it matters, so that loops vectorise.
+//! conversion instructions do. A NaN is stored as the one positive quiet NaN of its type, because
+//! which payload and sign an addition keeps differs between instructions, let alone machines. The
+//! code is branch-free where it matters, so that loops vectorise.
 
 /// An element of a message.
 pub trait Element: Copy {
@@ -92,8 +94,8 @@ pub struct F8E4M3(pub u8);
 pub struct F8E5M2(pub u8);
 
 float! {
-    f32, f32, |x| x, |x| x;
-    f64, f64, |x| x, |x| x;
+    f32, f32, |x| x, |x: f32| if x.is_nan() { f32::NAN } else { x };
+    f64, f64, |x| x, |x: f64| if x.is_nan() { f64::NAN } else { x };
     F16, f32, |x: F16| f16_to_f32(x.0), |x| F16(f32_to_f16(x));
     Bf16, f32, |x: Bf16| f32::from_bits(u32::from(x.0) << 16), |x| Bf16(f32_to_bf16(x));
     F8E4M3, f32, |x: F8E4M3| e4m3_to_f32(x.0), |x| F8E4M3(f32_to_e4m3(x));
@@ -122,9 +124,8 @@ fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
     // A NaN must not round to infinity.
-    let nan = bits >> 16 | 0x40;
     (if bits & MAGNITUDE > EXPONENT {
-        nan
+        0x7fc0
     } else {
         rounded
     }) as u16
@@ -160,13 +161,16 @@ fn f32_to_f16(x: f32) -> u16 {
     let bits = x.to_bits();
     let magnitude = bits & MAGNITUDE;
     let finite = round_magnitude(magnitude, 10, 15).min(0x7c00);
-    let special = if magnitude > EXPONENT { 0x7e00 } else { 0x7c00 };
     let out = if magnitude >= (127 + 16) << 23 {
-        special
+        0x7c00
     } else {
         finite
     };
-    (out | bits >> 16 & 0x8000) as u16
+    (if magnitude > EXPONENT {
+        0x7e00
+    } else {
+        out | bits >> 16 & 0x8000
+    }) as u16
 }
 
 #[inline(always)]
@@ -177,14 +181,17 @@ fn e4m3_to_f32(bits: u8) -> f32 {
     f32::from_bits(scaled | nan | u32::from(bits & 0x80) << 24)
 }
 
-/// The 8-bit encodings: saturating, NaN to the NaN with all bits set.
+/// The 8-bit encodings: saturating; NaN to the one whose bits but the sign are all set.
 #[inline(always)]
 fn to_f8(x: f32, mantissa: u32, bias: u32, largest: u32) -> u8 {
     let bits = x.to_bits();
     let magnitude = bits & MAGNITUDE;
     let finite = round_magnitude(magnitude.min(EXPONENT - 1), mantissa, bias).min(largest);
-    let out = if magnitude > EXPONENT { 0x7f } else { finite };
-    (out | bits >> 24 & 0x80) as u8
+    (if magnitude > EXPONENT {
+        0x7f
+    } else {
+        finite | bits >> 24 & 0x80
+    }) as u8
 }
 
 #[inline(always)]

@@ -72,6 +72,19 @@ pub trait Memory {
     /// Both ranges must be valid; nobody may write the source or access the destination meanwhile.
     unsafe fn copy(&self, dst: u64, src: u64, bytes: u64);
 
+    /// [`copy`](Self::copy) of data that will not be looked at soon: may go past the caches. Later
+    /// releases cover it only after [`fence_streaming`](Self::fence_streaming).
+    ///
+    /// # Safety
+    /// As for [`copy`](Self::copy).
+    unsafe fn copy_streaming(&self, dst: u64, src: u64, bytes: u64) {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy(dst, src, bytes) }
+    }
+
+    /// Orders streaming copies before what comes later.
+    fn fence_streaming(&self) {}
+
     /// Zeroes `bytes` bytes.
     ///
     /// # Safety
@@ -166,6 +179,34 @@ mod host {
             unsafe {
                 core::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize);
             }
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        #[inline]
+        unsafe fn copy_streaming(&self, dst: u64, src: u64, bytes: u64) {
+            use core::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+            const WIDTH: u64 = size_of::<__m128i>() as u64;
+            let head = dst.wrapping_neg() % WIDTH;
+            let head = if head < bytes { head } else { bytes };
+            let mut done = head;
+            // SAFETY: the caller's promise; each store is aligned, because `dst + head` is, and the
+            // unaligned ends are copied plainly.
+            unsafe {
+                self.copy(dst, src, head);
+                while done + WIDTH <= bytes {
+                    let value = _mm_loadu_si128((src + done) as *const __m128i);
+                    _mm_stream_si128((dst + done) as *mut __m128i, value);
+                    done += WIDTH;
+                }
+                self.copy(dst + done, src + done, bytes - done);
+            }
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        #[inline]
+        fn fence_streaming(&self) {
+            // SAFETY: every x86-64 machine has SSE.
+            unsafe { core::arch::x86_64::_mm_sfence() };
         }
 
         #[inline(always)]

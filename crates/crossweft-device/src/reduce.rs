@@ -60,7 +60,7 @@ pub trait Reducer {
 }
 
 #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
-pub use host::HostReducer;
+pub use host::{HostReducer, Isa};
 
 #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 mod host {
@@ -91,6 +91,35 @@ mod host {
         }
     }
 
+    /// Vector instructions that leaf loops may use. What the machine has is for the host side to find
+    /// out; results are the same bits whichever is used.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    #[non_exhaustive]
+    pub enum Isa {
+        /// What every machine of the target has.
+        Baseline,
+        /// AVX2.
+        Avx2,
+        /// AVX-512 F, BW, DQ and VL.
+        Avx512,
+    }
+
+    impl Isa {
+        /// The name in messages.
+        #[must_use]
+        pub const fn name(self) -> &'static str {
+            match self {
+                Self::Baseline => "baseline",
+                Self::Avx2 => "avx2",
+                Self::Avx512 => "avx512",
+            }
+        }
+    }
+
+    /// Reductions of at least this many bytes store their results past the caches: nobody will
+    /// find them there any more when they are read.
+    const STREAM_MIN: u64 = 4 << 20;
+
     /// A reduction on the host: the vectorised leaf loops of one data type and operation. Chosen
     /// once, in prepare; the protocol around the leaves is then one piece of code.
     #[derive(Clone, Copy, Debug)]
@@ -108,48 +137,125 @@ mod host {
     }
 
     impl HostReducer {
-        /// The leaves of `dtype` and `op`.
+        /// The leaves of `dtype` and `op`, for any machine of the target.
         #[must_use]
         pub const fn new(dtype: DataType, op: ReduceOp) -> Self {
+            Self::of_type(dtype, op, Isa::Baseline)
+        }
+
+        /// The leaves of `dtype` and `op`, with the instructions of `isa`.
+        ///
+        /// # Safety
+        /// The machine must have them.
+        #[must_use]
+        pub const unsafe fn with_isa(dtype: DataType, op: ReduceOp, isa: Isa) -> Self {
+            Self::of_type(dtype, op, isa)
+        }
+
+        const fn of_type(dtype: DataType, op: ReduceOp, isa: Isa) -> Self {
             match dtype {
-                DataType::I8 => Self::of::<i8>(op),
-                DataType::U8 => Self::of::<u8>(op),
-                DataType::I16 => Self::of::<i16>(op),
-                DataType::U16 => Self::of::<u16>(op),
-                DataType::I32 => Self::of::<i32>(op),
-                DataType::U32 => Self::of::<u32>(op),
-                DataType::I64 => Self::of::<i64>(op),
-                DataType::U64 => Self::of::<u64>(op),
-                DataType::F16 => Self::of::<F16>(op),
-                DataType::Bf16 => Self::of::<Bf16>(op),
-                DataType::F32 => Self::of::<f32>(op),
-                DataType::F64 => Self::of::<f64>(op),
-                DataType::F8E4M3 => Self::of::<F8E4M3>(op),
-                DataType::F8E5M2 => Self::of::<F8E5M2>(op),
+                DataType::I8 => Self::of::<i8>(op, isa),
+                DataType::U8 => Self::of::<u8>(op, isa),
+                DataType::I16 => Self::of::<i16>(op, isa),
+                DataType::U16 => Self::of::<u16>(op, isa),
+                DataType::I32 => Self::of::<i32>(op, isa),
+                DataType::U32 => Self::of::<u32>(op, isa),
+                DataType::I64 => Self::of::<i64>(op, isa),
+                DataType::U64 => Self::of::<u64>(op, isa),
+                DataType::F16 => Self::of::<F16>(op, isa),
+                DataType::Bf16 => Self::of::<Bf16>(op, isa),
+                DataType::F32 => Self::of::<f32>(op, isa),
+                DataType::F64 => Self::of::<f64>(op, isa),
+                DataType::F8E4M3 => Self::of::<F8E4M3>(op, isa),
+                DataType::F8E5M2 => Self::of::<F8E5M2>(op, isa),
             }
         }
 
-        const fn of<E: Element>(op: ReduceOp) -> Self {
+        const fn of<E: Element>(op: ReduceOp, isa: Isa) -> Self {
             match op {
-                ReduceOp::Sum => Self::with::<E, Sum>(false),
-                ReduceOp::Prod => Self::with::<E, Prod>(false),
-                ReduceOp::Min => Self::with::<E, Min>(false),
-                ReduceOp::Max => Self::with::<E, Max>(false),
-                ReduceOp::Avg => Self::with::<E, Sum>(true),
+                ReduceOp::Sum => Self::with::<E, Sum>(false, isa),
+                ReduceOp::Prod => Self::with::<E, Prod>(false, isa),
+                ReduceOp::Min => Self::with::<E, Min>(false, isa),
+                ReduceOp::Max => Self::with::<E, Max>(false, isa),
+                ReduceOp::Avg => Self::with::<E, Sum>(true, isa),
             }
         }
 
-        const fn with<E: Element, C: Combine>(average: bool) -> Self {
-            Self {
-                element: size_of::<E>() as u64,
-                average,
-                first: first::<E>,
-                next: next::<E, C>,
-                last: last::<E>,
-                pair: pair::<E, C>,
+        const fn with<E: Element, C: Combine>(average: bool, isa: Isa) -> Self {
+            let element = size_of::<E>() as u64;
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => Self {
+                    element,
+                    average,
+                    first: avx2::first::<E>,
+                    next: avx2::next::<E, C>,
+                    last: avx2::last::<E>,
+                    pair: avx2::pair::<E, C>,
+                },
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => Self {
+                    element,
+                    average,
+                    first: avx512::first::<E>,
+                    next: avx512::next::<E, C>,
+                    last: avx512::last::<E>,
+                    pair: avx512::pair::<E, C>,
+                },
+                _ => Self {
+                    element,
+                    average,
+                    first: first::<E>,
+                    next: next::<E, C>,
+                    last: last::<E>,
+                    pair: pair::<E, C>,
+                },
             }
         }
     }
+
+    /// The leaves once more for each instruction set: the same bodies, inlined and vectorised anew.
+    macro_rules! leaves {
+        ($name:ident, $features:literal) => {
+            #[cfg(target_arch = "x86_64")]
+            mod $name {
+                use super::{Combine, Element};
+
+                #[target_feature(enable = $features)]
+                pub(super) unsafe fn first<E: Element>(acc: u64, src: u64, n: usize) {
+                    // SAFETY: the caller's promise.
+                    unsafe { super::first::<E>(acc, src, n) }
+                }
+
+                #[target_feature(enable = $features)]
+                pub(super) unsafe fn next<E: Element, C: Combine>(acc: u64, src: u64, n: usize) {
+                    // SAFETY: the caller's promise.
+                    unsafe { super::next::<E, C>(acc, src, n) }
+                }
+
+                #[target_feature(enable = $features)]
+                pub(super) unsafe fn last<E: Element>(dst: u64, acc: u64, n: usize, divisor: u32) {
+                    // SAFETY: the caller's promise.
+                    unsafe { super::last::<E>(dst, acc, n, divisor) }
+                }
+
+                #[target_feature(enable = $features)]
+                pub(super) unsafe fn pair<E: Element, C: Combine>(
+                    dst: u64,
+                    a: u64,
+                    b: u64,
+                    n: usize,
+                    divisor: u32,
+                ) {
+                    // SAFETY: the caller's promise.
+                    unsafe { super::pair::<E, C>(dst, a, b, n, divisor) }
+                }
+            }
+        };
+    }
+
+    leaves!(avx2, "avx2");
+    leaves!(avx512, "avx512f,avx512bw,avx512dq,avx512vl");
 
     impl Reducer for HostReducer {
         #[inline]
@@ -165,6 +271,10 @@ mod host {
             let divisor = if self.average { divisor } else { 0 };
             let memory = block.memory();
             let (mut acc, mut unpacked, mut result) = (Tile::new(), Tile::new(), Tile::new());
+            // Only one source at a time can lie in the tile of unpacked packets.
+            let is_packets = |k| (sources.at)(k).packets.is_some();
+            let as_pair = sources.count == 2 && !(is_packets(0) && is_packets(1));
+            let stream = elements * self.element >= STREAM_MIN;
             let mut done = 0;
             while done < elements {
                 let n = if elements - done < TILE {
@@ -195,13 +305,13 @@ mod host {
 
                 let target = (destinations.at)(0);
                 let out = match target.packets {
-                    None => target.addr + at,
-                    Some(_) => result.addr(),
+                    None if !stream => target.addr + at,
+                    _ => result.addr(),
                 };
                 // SAFETY: tiles hold `n` accumulators; the caller promises the locations. Within a
                 // tile everything is read before anything is written, so in place is fine.
                 unsafe {
-                    if sources.count == 2 && (sources.at)(0).packets.is_none() {
+                    if as_pair {
                         (self.pair)(out, source()?, source()?, n, divisor);
                     } else {
                         (self.first)(acc.addr(), source()?, n);
@@ -220,12 +330,18 @@ mod host {
                                 let to = target.addr + at_packets;
                                 packet::copy_to_packets(block, to, out, bytes, flag);
                             }
+                            None if stream => {
+                                memory.copy_streaming(target.addr + at, out, bytes);
+                            }
                             None => memory.copy(target.addr + at, out, bytes),
                         }
                         k += 1;
                     }
                 }
                 done += n as u64;
+            }
+            if stream {
+                memory.fence_streaming();
             }
             let mut k = 0;
             while k < destinations.count {
@@ -256,6 +372,7 @@ mod host {
 
     /// # Safety
     /// `src` must be valid for `n` elements, `acc` for `n` accumulators.
+    #[inline(always)]
     unsafe fn first<E: Element>(acc: u64, src: u64, n: usize) {
         let (acc, src) = (acc as *mut E::Acc, src as *const E);
         let mut i = 0;
@@ -268,6 +385,7 @@ mod host {
 
     /// # Safety
     /// As for [`first`].
+    #[inline(always)]
     unsafe fn next<E: Element, C: Combine>(acc: u64, src: u64, n: usize) {
         let (acc, src) = (acc as *mut E::Acc, src as *const E);
         let mut i = 0;
@@ -283,6 +401,7 @@ mod host {
 
     /// # Safety
     /// As for [`first`], with `dst` for `n` elements.
+    #[inline(always)]
     unsafe fn last<E: Element>(dst: u64, acc: u64, n: usize, divisor: u32) {
         let (dst, acc) = (dst as *mut E, acc as *const E::Acc);
         let mut i = 0;
@@ -306,6 +425,7 @@ mod host {
 
     /// # Safety
     /// All three must be valid for `n` elements; `dst` may equal `a` or `b`, no other overlap.
+    #[inline(always)]
     unsafe fn pair<E: Element, C: Combine>(dst: u64, a: u64, b: u64, n: usize, divisor: u32) {
         let (dst, a, b) = (dst as *mut E, a as *const E, b as *const E);
         let mut i = 0;

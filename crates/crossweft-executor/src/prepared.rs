@@ -11,7 +11,7 @@ use crossweft_device::program::Program;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::HalError;
-use crossweft_hal::cpu::{Grid, Schedule, SharedMemory};
+use crossweft_hal::cpu::{Grid, Schedule, SharedMemory, reducer};
 use crossweft_plan::{Collective, InPlace, Plan};
 
 use crate::ExecutorError;
@@ -159,7 +159,7 @@ impl Prepared {
                 .iter()
                 .map(|ops| ops.iter().map(crossweft_plan::Op::name).collect())
                 .collect(),
-            reducer: HostReducer::new(options.dtype, options.op),
+            reducer: reducer(options.dtype, options.op),
             program: tables.program(plan, rank, halves, element),
             grid: Mutex::new(grid),
             poisoned: AtomicBool::new(false),

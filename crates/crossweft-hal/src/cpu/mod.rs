@@ -2,11 +2,13 @@
 
 mod grid;
 mod idle;
+mod isa;
 mod memory;
 mod stream;
 
 pub use grid::{Grid, HostBlock, Interrupted, Schedule};
 pub use idle::{Bell, Context, Supervisor};
+pub use isa::{isa, reducer};
 pub use memory::SharedMemory;
 pub use stream::{Arguments, Kernel, KernelError, Stream};
 

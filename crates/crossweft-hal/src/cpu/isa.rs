@@ -1,0 +1,119 @@
+//! Which vector instructions this machine has.
+
+use crossweft_device::reduce::{HostReducer, Isa};
+use crossweft_device::{DataType, ReduceOp};
+
+/// The best instructions for reductions that this machine has.
+#[must_use]
+pub fn isa() -> Isa {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        if avx512 {
+            return Isa::Avx512;
+        }
+        if is_x86_feature_detected!("avx2") {
+            return Isa::Avx2;
+        }
+    }
+    Isa::Baseline
+}
+
+/// The reduction of `dtype` and `op` with this machine's best instructions.
+#[must_use]
+pub fn reducer(dtype: DataType, op: ReduceOp) -> HostReducer {
+    // SAFETY: `isa` has just found these instructions.
+    unsafe { HostReducer::with_isa(dtype, op, isa()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use crossweft_device::reduce::{Location, Reducer, Sources};
+    use crossweft_device::{Stopped, Waiting};
+
+    use super::*;
+    use crate::cpu::{Context, Grid, Schedule, Supervisor};
+
+    struct Never;
+
+    impl Supervisor for Never {
+        fn check(&self, _: &Waiting, _: u32) -> Result<(), Stopped> {
+            Err(Stopped::Deadline)
+        }
+    }
+
+    /// Reduces `inputs` into two destinations and returns both.
+    fn reduce(reducer: &HostReducer, inputs: &[Vec<u8>], element: usize) -> [Vec<u8>; 2] {
+        let bytes = inputs[0].len();
+        let mut out = [vec![0; bytes], vec![0; bytes]];
+        let to = [out[0].as_mut_ptr() as u64, out[1].as_mut_ptr() as u64];
+        let supervisor = &Never;
+        let context = Context {
+            supervisor,
+            bell: None,
+            peers: &[],
+            spin: true,
+        };
+        let mut grid = Grid::new(1, Schedule::RoundRobin).unwrap();
+        grid.launch(&context, &|block, _| {
+            let from = |k: u32| Location::raw(inputs[k as usize].as_ptr() as u64);
+            let sources = Sources {
+                count: inputs.len() as u32,
+                at: from,
+            };
+            let destinations = Sources {
+                count: 2,
+                at: |k: u32| Location::raw(to[k as usize]),
+            };
+            let elements = (bytes / element) as u64;
+            let divisor = inputs.len() as u32;
+            // SAFETY: all buffers have `bytes` bytes and are nobody else's.
+            unsafe { reducer.reduce(block, &sources, &destinations, elements, divisor, 1) }
+        })
+        .unwrap();
+        out
+    }
+
+    #[test]
+    fn every_instruction_set_gives_the_same_bits() {
+        // A size that is no multiple of anything, and one that is streamed.
+        for bytes in [8 * 1003, (4 << 20) + 8 * 3] {
+            let inputs: Vec<Vec<u8>> = (0..3_u64)
+                .map(|k| {
+                    let mut x = k + 1;
+                    (0..bytes)
+                        .map(|_| {
+                            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                            (x >> 56) as u8
+                        })
+                        .collect()
+                })
+                .collect();
+            for dtype in DataType::ALL {
+                for op in ReduceOp::ALL {
+                    for count in [2, 3] {
+                        if bytes > 1 << 20 && op != ReduceOp::Avg {
+                            continue;
+                        }
+                        let inputs = &inputs[..count];
+                        let baseline = HostReducer::new(dtype, op);
+                        let expected = reduce(&baseline, inputs, dtype.size());
+                        assert_eq!(expected[0], expected[1]);
+                        for set in [Isa::Avx2, Isa::Avx512] {
+                            if set > isa() {
+                                continue;
+                            }
+                            // SAFETY: this machine has more than these instructions.
+                            let leaves = unsafe { HostReducer::with_isa(dtype, op, set) };
+                            let found = reduce(&leaves, inputs, dtype.size());
+                            assert!(found == expected, "{dtype} {op} of {count}, {}", set.name());
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
