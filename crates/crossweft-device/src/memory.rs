@@ -84,12 +84,6 @@ pub trait Memory {
 
     /// Orders streaming copies before what comes later.
     fn fence_streaming(&self) {}
-
-    /// Zeroes `bytes` bytes.
-    ///
-    /// # Safety
-    /// As for [`write`](Self::write), over the whole range.
-    unsafe fn zero(&self, addr: u64, bytes: u64);
 }
 
 /// The host's memory.
@@ -207,12 +201,6 @@ mod host {
         fn fence_streaming(&self) {
             // SAFETY: every x86-64 machine has SSE.
             unsafe { core::arch::x86_64::_mm_sfence() };
-        }
-
-        #[inline(always)]
-        unsafe fn zero(&self, addr: u64, bytes: u64) {
-            // SAFETY: the caller's promise.
-            unsafe { core::ptr::write_bytes(addr as *mut u8, 0, bytes as usize) }
         }
     }
 }

@@ -170,12 +170,6 @@ impl Memory for LoomMemory {
             }
         }
     }
-
-    unsafe fn zero(&self, addr: u64, bytes: u64) {
-        for i in 0..bytes {
-            self.set_byte(addr + i, 0);
-        }
-    }
 }
 
 /// The one thread of a block. Loom's threads are coroutines of one thread, so they share an `Rc`.

@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Compares `crossweft bench all-reduce` with what else is on this machine, in interleaved rounds.
+
+Needs only Python. Rivals are given by path, and left out where they are not:
+
+  cargo build --release
+  python3 benches/compare/compare.py \
+      --mpi "Open MPI=/path/to/venv/bin" --mpi "MPICH=/other/venv/bin" \
+      --torch /path/to/python --out docs/results/cpu
+
+Writes OUT.json (every figure, and the machine), OUT.md (the table) and OUT.svg (the plot). A table entry
+is the median over the rounds of each round's median call, in microseconds.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+COLOURS = ["#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
+
+
+def run(command, environment=None, limit=600):
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, env=environment, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr[-500:]}")
+    return done.stdout
+
+
+def last_json(text):
+    return json.loads(text[text.index("{") :])
+
+
+def contenders(options, folder):
+    """Name -> function that runs one round and returns its report."""
+    sizes = [str(options.min), str(options.max), str(options.factor)]
+    crossweft = [
+        options.crossweft, "bench", "all-reduce", "--format", "json",
+        "--ranks", str(options.ranks), "--min", sizes[0], "--max", sizes[1], "--factor", sizes[2],
+    ]  # fmt: skip
+    found = {
+        "crossweft": lambda: last_json(run(crossweft)),
+        "crossweft, private buffers": lambda: last_json(run([*crossweft, "--buffers", "private"])),
+    }
+    for entry in options.mpi:
+        name, _, path = entry.partition("=")
+        bin_folder = pathlib.Path(path)
+        program = folder / f"mpi_allreduce_{len(found)}"
+        environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
+        run(
+            [bin_folder / "mpicc", "-O2", "-o", program, HERE / "mpi_allreduce.c"],
+            environment,
+        )
+        command = [bin_folder / "mpirun", "-n", str(options.ranks)]
+        if "open" in name.lower():
+            # Binding to cores is its default for two ranks; the rest is needed in containers.
+            command += ["--oversubscribe"]
+            if os.geteuid() == 0:
+                command += ["--allow-run-as-root"]
+        command += [program, *sizes, "0"]
+        found[name] = lambda c=command, e=environment: last_json(run(c, e))
+    if options.torch:
+        for backend in ("gloo", "deepspeed") if options.deepspeed else ("gloo",):
+            command = [
+                options.torch, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
+                HERE / "torch_allreduce.py", backend, *sizes,
+            ]  # fmt: skip
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            found[backend] = lambda c=command, e=environment: last_json(run(c, e))
+    return found
+
+
+def human(size):
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def microseconds(value):
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def table(medians, sizes):
+    names = list(medians)
+    ours = medians["crossweft"]
+    rivals = [name for name in names if not name.startswith("crossweft")]
+    head = [*names, *(f"{name} / crossweft" for name in rivals)]
+    lines = ["| size | " + " | ".join(head) + " |", "|---:|" + "---:|" * len(head)]
+    for size in sizes:
+        cells = [microseconds(medians[name][size]) for name in names]
+        cells += [f"{medians[name][size] / ours[size]:.2f}" for name in rivals]
+        lines.append(f"| {human(size)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(medians, sizes):
+    """Time over size, both logarithmic."""
+    width, height, left, bottom, top, right = 860, 480, 70, 60, 30, 230
+    low = min(min(m.values()) for m in medians.values()) / 1.5
+    high = max(max(m.values()) for m in medians.values()) * 1.5
+
+    def x(size):
+        span = math.log(sizes[-1] / sizes[0]) or 1
+        return left + (width - left - right) * math.log(size / sizes[0]) / span
+
+    def y(value):
+        return height - bottom - (height - bottom - top) * math.log(value / low) / math.log(high / low)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
+        value = 10.0**power
+        if low <= value <= high:
+            label = f"{value:g} us"
+            parts.append(
+                f'<line x1="{left}" x2="{width - right}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
+                f'stroke="#ddd"/><text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>'
+            )
+    for size in sizes[:: max(1, len(sizes) // 8)]:
+        parts.append(
+            f'<text x="{x(size):.1f}" y="{height - bottom + 18}" text-anchor="middle">{human(size)}</text>'
+        )
+    for i, (name, values) in enumerate(medians.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        points = " ".join(f"{x(s):.1f},{y(values[s]):.1f}" for s in sizes)
+        stroke = 3 if name == "crossweft" else 1.5
+        row = top + 16 + 20 * i
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>'
+            f'<line x1="{width - right + 14}" x2="{width - right + 38}" y1="{row}" y2="{row}" '
+            f'stroke="{colour}" stroke-width="{stroke}"/>'
+            f'<text x="{width - right + 44}" y="{row + 4}">{name}</text>'
+        )
+    parts.append(
+        f'<text x="{left}" y="{top - 12}">all-reduce, f32 sum: median time of the slowest rank</text></svg>'
+    )
+    return "\n".join(parts) + "\n"
+
+
+def processor():
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--crossweft", default=str(HERE.parents[1] / "target/release/crossweft"))
+    parser.add_argument("--mpi", action="append", default=[], metavar="NAME=BIN_FOLDER")
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch: adds gloo")
+    parser.add_argument("--deepspeed", action="store_true", help="that Python has DeepSpeed too")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--min", type=int, default=8)
+    parser.add_argument("--max", type=int, default=64 << 20)
+    parser.add_argument("--factor", type=int, default=4)
+    parser.add_argument("--out", default="compare", metavar="PREFIX")
+    options = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        run(["cc", "-O2", "-pthread", "-o", folder / "handoff", HERE / "handoff.c"])
+        names = contenders(options, folder)
+        rounds = {name: [] for name in names}
+        probes, versions = [], {}
+        for turn in range(options.rounds):
+            probes.append(float(run([folder / "handoff"])))
+            print(
+                f"round {turn + 1} of {options.rounds}: a cache line takes {probes[-1]} ns one way",
+                file=sys.stderr,
+            )
+            for name in list(names):
+                try:
+                    report = names[name]()
+                except (RuntimeError, ValueError, OSError, subprocess.TimeoutExpired) as error:
+                    print(f"{name} is left out: {error}", file=sys.stderr)
+                    del names[name], rounds[name]
+                    continue
+                wrong = sum(row["wrong"] for row in report["rows"])
+                if wrong:
+                    print(f"{name}: {wrong} wrong elements", file=sys.stderr)
+                versions[name] = report.get("version", "")
+                rounds[name].append({row["bytes"]: row for row in report["rows"]})
+
+    sizes = sorted(rounds["crossweft"][0])
+    medians = {
+        name: {s: statistics.median(r[s]["time_us_p50"] for r in results) for s in sizes}
+        for name, results in rounds.items()
+    }
+    record = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "kernel": platform.release()},
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "cache_line_one_way_ns": probes,
+        "versions": versions,
+        "median_of_p50_us": medians,
+        "best_min_us": {
+            name: {s: min(r[s]["time_us_min"] for r in results) for s in sizes}
+            for name, results in rounds.items()
+        },
+        "rounds_p50_us": {
+            name: [{s: r[s]["time_us_p50"] for s in sizes} for r in results]
+            for name, results in rounds.items()
+        },
+    }
+    out = pathlib.Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    text = table(medians, sizes)
+    out.with_suffix(".md").write_text(text)
+    out.with_suffix(".svg").write_text(plot(medians, sizes))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
