@@ -5,6 +5,12 @@
 //! conversion instructions do. A NaN is stored as the one positive quiet NaN of its type, because
 //! which payload and sign an addition keeps differs between instructions, let alone machines. The
 //! code is branch-free where it matters, so that loops vectorise.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "converting between widths is what this module is for; each place masks or shifts first"
+)]
 
 /// An element of a message.
 pub trait Element: Copy {

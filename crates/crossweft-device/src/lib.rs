@@ -22,6 +22,9 @@
     clippy::panic
 )]
 
+// Handles carry addresses as `u64`.
+const _: () = assert!(size_of::<usize>() == size_of::<u64>());
+
 pub mod block;
 pub mod channel;
 pub mod dtype;

@@ -8,6 +8,10 @@
 //! The flag is the epoch's ([`flag_of`]): never 0, and different from those of the executions
 //! before, so memory need not be cleared in between. Two halves used in turn replace a barrier:
 //! whoever sends for epoch `e + 2` has everything of `e + 1`, which was sent after `e` was read.
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "a packet word is taken apart into its halves, and a half into bytes"
+)]
 
 use crate::block::Block;
 use crate::memory::Memory;

@@ -64,6 +64,11 @@ pub use host::{HostReducer, Isa};
 
 #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 mod host {
+    #![allow(
+        clippy::cast_possible_truncation,
+        reason = "only sizes below a tile, on machines with 64-bit addresses"
+    )]
+
     use core::mem::MaybeUninit;
 
     use super::{Location, Reducer, Sources};

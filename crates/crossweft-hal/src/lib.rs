@@ -6,6 +6,11 @@
 //!
 //! Start reading at [`cpu::Grid`], which runs thread blocks.
 #![deny(missing_docs)]
+#![warn(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss
+)]
 
 pub mod cpu;
 mod error;

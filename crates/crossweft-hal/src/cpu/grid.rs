@@ -292,7 +292,7 @@ impl Grid {
         while live > 0 {
             let at = match self.schedule {
                 Schedule::RoundRobin => turn % live,
-                Schedule::Seeded(_) => (self.next_random() % live as u64) as usize,
+                Schedule::Seeded(_) => self.next_below(live),
             };
             turn = at + 1;
             // `at` is below `live`, which is at most the number of blocks.
@@ -347,14 +347,14 @@ impl Grid {
         interrupted.map_or(Ok(()), Err)
     }
 
-    /// xorshift64: the schedule need not be good, only repeatable.
-    fn next_random(&mut self) -> u64 {
+    /// A number below `bound`, by xorshift64: the schedule need not be good, only repeatable.
+    fn next_below(&mut self, bound: usize) -> usize {
         let mut x = self.random.max(1);
         x ^= x << 13;
         x ^= x >> 7;
         x ^= x << 17;
         self.random = x;
-        x
+        usize::try_from(x % bound as u64).unwrap_or(0)
     }
 }
 

@@ -58,10 +58,11 @@ mod tests {
             spin: true,
         };
         let mut grid = Grid::new(1, Schedule::RoundRobin).unwrap();
+        let divisor = u32::try_from(inputs.len()).unwrap();
         grid.launch(&context, &|block, _| {
             let from = |k: u32| Location::raw(inputs[k as usize].as_ptr() as u64);
             let sources = Sources {
-                count: inputs.len() as u32,
+                count: divisor,
                 at: from,
             };
             let destinations = Sources {
@@ -69,7 +70,6 @@ mod tests {
                 at: |k: u32| Location::raw(to[k as usize]),
             };
             let elements = (bytes / element) as u64;
-            let divisor = inputs.len() as u32;
             // SAFETY: all buffers have `bytes` bytes and are nobody else's.
             unsafe { reducer.reduce(block, &sources, &destinations, elements, divisor, 1) }
         })

@@ -3,6 +3,10 @@
 //! There is no name in any file system, so no size limit of /dev/shm applies and nothing is left
 //! behind by a crash. Only raw copies touch it here; references to it are never made, because other
 //! processes may write at any time.
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "sizes fit an address, which has 64 bits (checked in crossweft-device)"
+)]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
