@@ -1,6 +1,8 @@
 //! Project chores that cargo lacks: `cargo xtask test`, `cargo xtask lint`, `cargo xtask ci`.
 #![forbid(unsafe_code)]
 
+mod conformance;
+
 use std::env;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
@@ -11,6 +13,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   loom    only the loom models of the device protocols
   lint    formatting, clippy, documentation, licences and advisories of dependencies
   ci      test, then lint
+  conformance DIR
+          check and run every plan file below DIR
 ";
 
 fn main() -> ExitCode {
@@ -20,6 +24,7 @@ fn main() -> ExitCode {
         ["test"] => test(),
         ["loom"] => loom(),
         ["lint"] => lint(),
+        ["conformance", folder] => conformance::run(folder),
         ["ci"] => test().and_then(|()| lint()),
         _ => Err(USAGE.to_owned()),
     };

@@ -110,6 +110,8 @@ struct Used {
     ranks: u32,
     transport: &'static str,
     bootstrap: &'static str,
+    /// Instructions of the reduction loops, as the CPU device itself finds them.
+    reductions: &'static str,
 }
 
 /// Something missing or worth knowing, and what to do about it.
@@ -153,6 +155,7 @@ fn inspect_as(root: &Path, process: Process) -> Report {
             ranks: DEFAULT_RANKS,
             transport: "shared memory (memfd)",
             bootstrap: "loopback",
+            reductions: crossweft_hal::cpu::isa().name(),
         },
         gpu: Gpu::inspect(&root, &process),
         network: Network::inspect(&root),
@@ -723,6 +726,7 @@ pub(crate) fn render(report: &Report) -> String {
     page.row("ranks", &format!("{} unless told otherwise", used.ranks));
     page.row("transport", used.transport);
     page.row("bootstrap", used.bootstrap);
+    page.row("reductions", used.reductions);
 
     page.section("Missing, and notes");
     if report.notes.is_empty() {

@@ -38,6 +38,15 @@ impl Exit {
         }
     }
 
+    /// Of two inputs' ends, the graver: one that could not be judged says least.
+    pub(crate) fn worse_input(self, other: Self) -> Self {
+        if other.code() > self.code() {
+            other
+        } else {
+            self
+        }
+    }
+
     /// Of two ranks' ends, the one that says more: a wrong result must not hide behind a rank that
     /// was lost because of it, and a bad argument is why a peer was lost.
     pub(crate) fn worse(self, other: Self) -> Self {

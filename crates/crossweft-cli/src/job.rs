@@ -9,13 +9,11 @@ use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, r
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{JoinOptions, NetError, Rendezvous, RendezvousOptions};
 
-use super::measure;
-use super::options::AllReduce;
 use crate::exit::Exit;
 
-/// Why a benchmark did not come to an end.
+/// Why a job did not come to an end.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum BenchError {
+pub(crate) enum JobError {
     #[error("{0}")]
     Usage(String),
     /// Of a rank that was started on its own.
@@ -30,8 +28,8 @@ pub(super) enum BenchError {
     Spawn { rank: u32, source: io::Error },
 }
 
-impl BenchError {
-    pub(super) fn exit(&self) -> Exit {
+impl JobError {
+    pub(crate) fn exit(&self) -> Exit {
         match self {
             Self::Usage(_) | Self::Launch(_) | Self::Spawn { .. } => Exit::Usage,
             Self::Rank { source, .. } | Self::Job(source) => source.into(),
@@ -42,11 +40,40 @@ impl BenchError {
 /// Tells a spawned rank the process id of who started it.
 const PARENT: &str = "CROSSWEFT_PARENT";
 
-/// Runs the whole job, or this process's part of it.
-pub(super) fn run(options: &AllReduce) -> Result<Exit, BenchError> {
-    options.check().map_err(BenchError::Usage)?;
-    if options.threads {
-        return threads(options);
+/// What the ranks of a job are where no launcher has started them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// Threads of this process, also under a launcher.
+    Threads,
+    /// Threads of this process, but the launcher's job if there is one.
+    ThreadsOrLauncher,
+    /// Processes that this one spawns.
+    Processes,
+}
+
+/// A job to run.
+#[derive(Debug)]
+pub(crate) struct JobOptions {
+    /// What the ranks are.
+    pub(crate) start: Start,
+    /// Ranks to start.
+    pub(crate) ranks: u32,
+    /// Says what is wrong with a launcher's job of another number of ranks, if anything is.
+    pub(crate) refuse: fn(ranks: u32, job: &Job) -> Option<String>,
+    /// The longest any call may take.
+    pub(crate) timeout: Duration,
+    /// Arguments of spawned ranks beside those of this process.
+    pub(crate) arguments: &'static [&'static str],
+}
+
+/// Runs the whole job, or this process's part of it. Each rank runs `rank_main` with what the ranks
+/// are, in words; it returns the number of wrong elements, the same on every rank.
+pub(crate) fn run(
+    options: &JobOptions,
+    rank_main: impl Fn(&Communicator, &str) -> Result<u64, CollectiveError> + Sync,
+) -> Result<Exit, JobError> {
+    if options.start == Start::Threads {
+        return threads(options, rank_main);
     }
     let environment = |name: &str| std::env::var(name).ok();
     match Job::detect(&environment)? {
@@ -54,9 +81,10 @@ pub(super) fn run(options: &AllReduce) -> Result<Exit, BenchError> {
             if let Some(parent) = environment(PARENT).filter(|_| is_spawned(&job)) {
                 die_with(&parent)?;
             }
-            one_rank(options, &job)
+            one_rank(options, &job, rank_main)
         }
-        None => spawn(options),
+        None if options.start == Start::Processes => spawn(options),
+        None => threads(options, rank_main),
     }
 }
 
@@ -65,9 +93,9 @@ fn is_spawned(job: &Job) -> bool {
     job.launcher == Launcher::Crossweft
 }
 
-fn communicator_options(options: &AllReduce) -> CommunicatorOptions {
+fn communicator_options(options: &JobOptions) -> CommunicatorOptions {
     CommunicatorOptions {
-        timeout: options.time_limit(),
+        timeout: options.timeout,
     }
 }
 
@@ -75,27 +103,28 @@ fn verdict(wrong: u64) -> Exit {
     if wrong == 0 { Exit::Ok } else { Exit::Wrong }
 }
 
-fn threads(options: &AllReduce) -> Result<Exit, BenchError> {
-    let ranks = options.ranks_to_start();
-    let wrong = run_in_threads(ranks, communicator_options(options), |communicator| {
-        measure::run(options, communicator, "threads")
+fn threads(
+    options: &JobOptions,
+    rank_main: impl Fn(&Communicator, &str) -> Result<u64, CollectiveError> + Sync,
+) -> Result<Exit, JobError> {
+    let wrong = run_in_threads(options.ranks, communicator_options(options), |communicator| {
+        rank_main(communicator, "threads")
     })?;
     // Every rank counted the wrong elements of all.
     Ok(verdict(wrong.into_iter().max().unwrap_or(0)))
 }
 
 /// This process is one rank of a job that somebody else has started.
-fn one_rank(options: &AllReduce, job: &Job) -> Result<Exit, BenchError> {
-    let Job {
-        rank, world_size, ..
-    } = *job;
-    if let Some(ranks) = options.ranks.filter(|&ranks| ranks != world_size) {
-        return Err(BenchError::Usage(format!(
-            "--ranks {ranks}, but {} started {world_size}; leave --ranks out",
-            job.launcher
-        )));
+fn one_rank(
+    options: &JobOptions,
+    job: &Job,
+    rank_main: impl Fn(&Communicator, &str) -> Result<u64, CollectiveError>,
+) -> Result<Exit, JobError> {
+    let rank = job.rank;
+    if let Some(reason) = (options.refuse)(options.ranks, job) {
+        return Err(JobError::Usage(reason));
     }
-    let timeout = options.time_limit();
+    let timeout = options.timeout;
     let join = JoinOptions {
         timeout,
         ..JoinOptions::default()
@@ -112,23 +141,23 @@ fn one_rank(options: &AllReduce, job: &Job) -> Result<Exit, BenchError> {
         } else {
             format!("processes of {}", job.launcher)
         };
-        measure::run(options, &communicator, &started_as)
+        rank_main(&communicator, &started_as)
     };
     run()
         .map(verdict)
-        .map_err(|source| BenchError::Rank { rank, source })
+        .map_err(|source| JobError::Rank { rank, source })
 }
 
 /// Makes the kernel end this process when the one that spawned it is gone, however it went.
-fn die_with(parent: &str) -> Result<(), BenchError> {
+fn die_with(parent: &str) -> Result<(), JobError> {
     let failed =
-        |e: rustix::io::Errno| BenchError::Usage(format!("cannot watch the parent process: {e}"));
+        |e: rustix::io::Errno| JobError::Usage(format!("cannot watch the parent process: {e}"));
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(failed)?;
     // It may have gone before the kernel was asked.
     let now = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().to_string());
     if now.as_deref() != Some(parent) {
-        return Err(BenchError::Usage(
+        return Err(JobError::Usage(
             "the process that started this rank is gone".to_owned(),
         ));
     }
@@ -139,9 +168,8 @@ fn die_with(parent: &str) -> Result<(), BenchError> {
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Starts the ranks as processes and waits for them.
-fn spawn(options: &AllReduce) -> Result<Exit, BenchError> {
-    let ranks = options.ranks_to_start();
-    let timeout = options.time_limit();
+fn spawn(options: &JobOptions) -> Result<Exit, JobError> {
+    let (ranks, timeout) = (options.ranks, options.timeout);
     let mut rendezvous = Some(Rendezvous::start(&RendezvousOptions {
         timeout,
         ..RendezvousOptions::default()
@@ -151,20 +179,21 @@ fn spawn(options: &AllReduce) -> Result<Exit, BenchError> {
         .map(|r| r.unique_id().to_string())
         .unwrap_or_default();
     let program =
-        std::env::current_exe().map_err(|source| BenchError::Spawn { rank: 0, source })?;
+        std::env::current_exe().map_err(|source| JobError::Spawn { rank: 0, source })?;
     let mut job = Processes {
         children: Vec::new(),
     };
     for rank in 0..ranks {
         let child = Command::new(&program)
             .args(std::env::args_os().skip(1))
+            .args(options.arguments)
             .env("CROSSWEFT_RANK", rank.to_string())
             .env("CROSSWEFT_WORLD_SIZE", ranks.to_string())
             .env("CROSSWEFT_UNIQUE_ID", &id)
             .env(PARENT, std::process::id().to_string())
             .stdin(Stdio::null())
             .spawn()
-            .map_err(|source| BenchError::Spawn { rank, source })?;
+            .map_err(|source| JobError::Spawn { rank, source })?;
         job.children.push((rank, child, None));
     }
     let mut exit = Exit::Ok;
@@ -174,7 +203,7 @@ fn spawn(options: &AllReduce) -> Result<Exit, BenchError> {
             if status.is_some() {
                 continue;
             }
-            *status = child.try_wait().map_err(|source| BenchError::Spawn {
+            *status = child.try_wait().map_err(|source| JobError::Spawn {
                 rank: *rank,
                 source,
             })?;

@@ -2,6 +2,8 @@
 //!
 //! * [`bench`]: measures a collective and checks its results.
 //! * [`doctor`]: what this machine offers and what would be used.
+//! * [`plan`]: checks, runs and converts plans.
+//! * [`job`]: where the ranks of a job come from.
 //!
 //! Exit codes: 0 ok, 1 wrong result, 2 bad usage or input, 3 timeout or lost peer. Results go to
 //! standard output, everything else to standard error.
@@ -17,6 +19,9 @@ use tracing_subscriber::EnvFilter;
 mod bench;
 mod doctor;
 mod exit;
+mod job;
+mod plan;
+mod values;
 
 use exit::Exit;
 
@@ -36,6 +41,9 @@ enum Command {
     /// Measure a collective and check its results.
     #[command(subcommand)]
     Bench(bench::Collective),
+    /// Check, run and convert communication plans, our own and those of MSCCL++.
+    #[command(subcommand)]
+    Plan(plan::Command),
     /// Say what this machine offers, what is missing, and what would be used.
     Doctor {
         /// For people, or for programs.
@@ -75,6 +83,7 @@ fn main() -> ExitCode {
     };
     match cli.command {
         Command::Bench(collective) => bench::run(&collective).into(),
+        Command::Plan(command) => plan::run(&command).into(),
         Command::Doctor { format } => {
             let report = doctor::inspect(Path::new("/"));
             let text = match format {
@@ -86,4 +95,11 @@ fn main() -> ExitCode {
             Exit::Ok.into()
         }
     }
+}
+
+/// To standard output; a reader that closed it early has seen enough.
+pub(crate) fn print_line(text: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = writeln!(out, "{text}");
+    let _ = out.flush();
 }

@@ -404,7 +404,9 @@ impl<B: Block> Execution<'_, B> {
                     src_offset: begin(src.space) + src_offset * scale,
                     size: bytes,
                 };
-                self.push(&port, op, &trigger, flush)
+                // Packets that are cleared when this epoch ends must have been copied by then.
+                let cleared = src.space == Space::Packets && packet::is_scrub_epoch(self.epoch);
+                self.push(&port, op, &trigger, flush || cleared)
             };
         }
         self.block.sync(mine)

@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 pub mod builder;
+pub mod check;
 pub mod json;
 pub mod mscclpp;
 pub mod plan;

@@ -11,7 +11,7 @@ pub(crate) use half::{bf16, f16};
 /// One element type; implemented by the two macros below.
 pub(crate) trait Element: Copy {
     /// An element in memory, in native byte order.
-    type Bytes: Copy;
+    type Bytes: Copy + PartialEq;
     /// The exact result of the ranks so far.
     type Total: Copy;
 

@@ -1,7 +1,7 @@
 //! Test patterns and an independent reference for the results of collectives.
 //!
 //! Tests and benches [`fill`] every rank's input, run a collective, and hand the output to
-//! [`check_all_reduce`]. [`fingerprint`] tells cheaply whether two ranks hold the same bits.
+//! [`check_all_reduce`], [`check_reduce_scatter`] or [`check_copies`]. [`fingerprint`] tells cheaply whether two ranks hold the same bits.
 //!
 //! The crate shares the names of data types and operations with `crossweft-device` and none of its
 //! arithmetic: small floats are read and rounded by the crates `half` and `float8`, and results are
@@ -190,16 +190,88 @@ pub fn check_all_reduce(
     let Some(task) = Task::new(pattern, op, seed, world_size) else {
         return unknown(dtype, op, got);
     };
-    with_element!(dtype, T => check::<T>(&task, got), unknown => unknown(dtype, op, got))
+    with_element!(dtype, T => check::<T>(&task, 0, got), unknown => unknown(dtype, op, got))
 }
 
-fn check<T: Element>(task: &Task, got: &[u8]) -> Mismatches {
+/// [`check_all_reduce`] for a reduce-scatter: `got` is the output of `rank`, the reduction of that
+/// block of every rank's input, which is as many blocks long as there are ranks.
+#[must_use]
+pub fn check_reduce_scatter(
+    pattern: Pattern,
+    dtype: DataType,
+    op: ReduceOp,
+    seed: u64,
+    rank: u32,
+    world_size: u32,
+    got: &[u8],
+) -> Mismatches {
+    let Some(task) = Task::new(pattern, op, seed, world_size) else {
+        return unknown(dtype, op, got);
+    };
+    let first = u64::from(rank) * (got.len() / dtype.size()) as u64;
+    with_element!(dtype, T => check::<T>(&task, first, got), unknown => unknown(dtype, op, got))
+}
+
+/// Compares an output that is made of other ranks' inputs with what [`fill`] gives those: block `q`
+/// of `got` must be block `b` of the input of rank `r`, where `(r, b)` is entry `q` of `blocks`.
+///
+/// All blocks are of one length. For an all-gather, entry `q` is `(q, 0)`; for an all-to-all on rank
+/// `r` it is `(q, r)`; for a ring of send and receive, the only one is the rank before and 0.
+#[must_use]
+pub fn check_copies(
+    pattern: Pattern,
+    dtype: DataType,
+    op: ReduceOp,
+    seed: u64,
+    world_size: u32,
+    blocks: &[(u32, u32)],
+    got: &[u8],
+) -> Mismatches {
+    let Some(task) = Task::new(pattern, op, seed, world_size) else {
+        return unknown(dtype, op, got);
+    };
+    with_element!(dtype,
+        T => copies::<T>(&task, blocks, got),
+        unknown => unknown(dtype, op, got))
+}
+
+fn copies<T: Element>(task: &Task, blocks: &[(u32, u32)], got: &[u8]) -> Mismatches {
+    let (elements, rest) = T::chunks(got);
+    let length = elements.len() / blocks.len().max(1);
+    let mut mismatches = Mismatches::default();
+    let mut wanted = Vec::with_capacity(BLOCK);
+    for (q, &(rank, block)) in blocks.iter().enumerate() {
+        let mut done = 0;
+        for part in elements[q * length..][..length].chunks(BLOCK) {
+            wanted.resize(part.len(), T::whole(0, false).to_bytes());
+            let first = (block as usize * length + done) as u64;
+            pattern::draw::<T>(task, rank, first, &mut wanted);
+            let index = (q * length + done) as u64;
+            for ((index, got), wanted) in (index..).zip(part).zip(&wanted) {
+                if got != wanted {
+                    mismatches.add(|| Mismatch {
+                        index,
+                        got: T::from_bytes(*got).text(),
+                        expected: T::from_bytes(*wanted).text(),
+                    });
+                }
+            }
+            done += part.len();
+        }
+    }
+    let rest = rest.len() + (elements.len() - blocks.len() * length) * size_of::<T::Bytes>();
+    trailing(&mut mismatches, rest, (blocks.len() * length) as u64);
+    mismatches
+}
+
+/// Compares with the reduction of the inputs' elements from `offset` on.
+fn check<T: Element>(task: &Task, offset: u64, got: &[u8]) -> Mismatches {
     let (elements, rest) = T::chunks(got);
     let mut totals = Totals::<T>::new(task);
     let mut mismatches = Mismatches::default();
     let mut first = 0;
     for block in elements.chunks(BLOCK) {
-        let wanted = totals.of(first, block.len());
+        let wanted = totals.of(offset + first, block.len());
         for ((index, &bytes), &total) in (first..).zip(block).zip(wanted) {
             let element = T::from_bytes(bytes);
             if !element.matches(total, task) {
@@ -212,14 +284,18 @@ fn check<T: Element>(task: &Task, got: &[u8]) -> Mismatches {
         }
         first += block.len() as u64;
     }
-    if !rest.is_empty() {
+    trailing(&mut mismatches, rest.len(), first);
+    mismatches
+}
+
+fn trailing(mismatches: &mut Mismatches, bytes: usize, index: u64) {
+    if bytes > 0 {
         mismatches.add(|| Mismatch {
-            index: first,
-            got: format!("{} trailing bytes", rest.len()),
+            index,
+            got: format!("{bytes} trailing bytes"),
             expected: "whole elements".into(),
         });
     }
-    mismatches
 }
 
 fn unknown(dtype: DataType, op: ReduceOp, got: &[u8]) -> Mismatches {

@@ -4,7 +4,7 @@
 //! timed call the input is written anew (clean inputs would flatter zero copy), then a tiny
 //! all-reduce lines the ranks up. A call takes as long as it takes the slowest rank.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
@@ -15,7 +15,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::options::{AllReduce, Buffers};
 use super::report::{Header, Report, Row};
-use crate::Format;
+use crate::{Format, print_line};
 
 /// Runs the benchmark as one rank. Rank 0 prints. Returns the number of wrong elements, the same on
 /// every rank.
@@ -322,11 +322,4 @@ impl Printer {
             print_line(&serde_json::to_string_pretty(&report).unwrap_or_default());
         }
     }
-}
-
-/// To standard output; a reader that closed it early has seen enough.
-fn print_line(text: &str) {
-    let mut out = std::io::stdout().lock();
-    let _ = writeln!(out, "{text}");
-    let _ = out.flush();
 }

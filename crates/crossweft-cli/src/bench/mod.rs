@@ -1,11 +1,9 @@
 //! `crossweft bench`: measures a collective and checks its results.
 //!
 //! * [`options`]: the command line.
-//! * [`job`]: where the ranks come from: spawned, threads, or a launcher's.
 //! * [`measure`]: what each rank does.
 //! * [`report`]: tables and JSON.
 
-mod job;
 mod measure;
 mod options;
 mod report;
@@ -13,6 +11,7 @@ mod report;
 use clap::Subcommand;
 
 use crate::exit::Exit;
+use crate::job::{self, JobError};
 
 /// The collectives that can be measured.
 #[derive(Debug, Subcommand)]
@@ -24,7 +23,15 @@ pub(crate) enum Collective {
 /// Runs a benchmark: the whole job, or one rank of it.
 pub(crate) fn run(collective: &Collective) -> Exit {
     let Collective::AllReduce(options) = collective;
-    job::run(options).unwrap_or_else(|error| {
+    let result = options
+        .check()
+        .map_err(JobError::Usage)
+        .and_then(|()| {
+            job::run(&options.job(), |communicator, started_as| {
+                measure::run(options, communicator, started_as)
+            })
+        });
+    result.unwrap_or_else(|error| {
         eprintln!("error: {error}");
         error.exit()
     })

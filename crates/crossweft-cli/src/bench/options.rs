@@ -1,6 +1,5 @@
 //! The command line of `bench all-reduce`.
 
-use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -8,6 +7,8 @@ use crossweft_collective::{Algorithm, DataType, ReduceOp};
 
 use crate::Format;
 use crate::doctor::DEFAULT_RANKS;
+use crate::job::{JobOptions, Start};
+use crate::values::{Device, Size, check_device, dtype, names, op};
 
 /// Options of `bench all-reduce`.
 #[derive(Clone, Debug, Args)]
@@ -60,18 +61,6 @@ pub(crate) struct AllReduce {
     pub(crate) format: Format,
 }
 
-/// Devices by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Device {
-    /// The best there is.
-    Auto,
-    /// The CPU device.
-    Cpu,
-    /// NVIDIA GPUs: not in this version.
-    #[value(hide = true)]
-    Cuda,
-}
-
 /// Where buffers lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Buffers {
@@ -79,73 +68,6 @@ pub(crate) enum Buffers {
     Symmetric,
     /// Memory of each rank's own.
     Private,
-}
-
-/// A number of bytes, as people write it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Size(pub(crate) u64);
-
-impl FromStr for Size {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let upper = text.trim().to_ascii_uppercase();
-        let stripped = upper.strip_suffix("IB").or_else(|| upper.strip_suffix('B'));
-        let number = stripped.unwrap_or(&upper);
-        let (digits, shift) = match number.strip_suffix(['K', 'M', 'G']) {
-            Some(digits) if number.ends_with('K') => (digits, 10),
-            Some(digits) if number.ends_with('M') => (digits, 20),
-            Some(digits) => (digits, 30),
-            None => (number, 0),
-        };
-        let value: u64 = digits
-            .parse()
-            .map_err(|_| "give a number of bytes, such as 8, 64K or 16M".to_owned())?;
-        match value.checked_mul(1 << shift) {
-            Some(bytes) if bytes <= LARGEST => Ok(Self(bytes)),
-            _ => Err("the largest size is 16G".to_owned()),
-        }
-    }
-}
-
-/// More than the memory of a usual machine; a slip of the finger rather than a wish.
-const LARGEST: u64 = 16 << 30;
-
-fn names<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str) -> String {
-    all.iter()
-        .map(|&item| name(item))
-        .collect::<Vec<_>>()
-        .join(", ")
-}
-
-fn dtype(text: &str) -> Result<DataType, String> {
-    // What nccl-tests and torch call them.
-    let name = match text {
-        "float" | "float32" => "f32",
-        "double" | "float64" => "f64",
-        "half" | "float16" => "f16",
-        "bfloat16" => "bf16",
-        "int8" => "i8",
-        "uint8" => "u8",
-        "int32" => "i32",
-        "uint32" => "u32",
-        "int64" => "i64",
-        "uint64" => "u64",
-        "f8e4m3fn" | "float8_e4m3fn" => "f8e4m3",
-        "float8_e5m2" => "f8e5m2",
-        name => name,
-    };
-    DataType::from_name(name)
-        .ok_or_else(|| format!("the types are {}", names(&DataType::ALL, DataType::name)))
-}
-
-fn op(text: &str) -> Result<ReduceOp, String> {
-    ReduceOp::from_name(text).ok_or_else(|| {
-        format!(
-            "the operations are {}",
-            names(&ReduceOp::ALL, ReduceOp::name)
-        )
-    })
 }
 
 fn algorithm(text: &str) -> Result<Algorithm, String> {
@@ -160,9 +82,7 @@ fn algorithm(text: &str) -> Result<Algorithm, String> {
 impl AllReduce {
     /// What cannot be told from one option alone.
     pub(crate) fn check(&self) -> Result<(), String> {
-        if self.device == Device::Cuda {
-            return Err("this version has no CUDA device; use --device cpu".to_owned());
-        }
+        check_device(self.device)?;
         if self.min > self.max {
             let (min, max) = (self.min.0, self.max.0);
             return Err(format!("--min {min} is larger than --max {max}"));
@@ -176,14 +96,30 @@ impl AllReduce {
         Ok(())
     }
 
-    /// Ranks to start where no launcher has started them.
-    pub(crate) fn ranks_to_start(&self) -> u32 {
-        self.ranks.unwrap_or(DEFAULT_RANKS)
-    }
-
-    /// The longest any call may take.
-    pub(crate) fn time_limit(&self) -> Duration {
-        Duration::from_secs(self.timeout)
+    /// The job that is to be run.
+    pub(crate) fn job(&self) -> JobOptions {
+        JobOptions {
+            start: if self.threads {
+                Start::Threads
+            } else {
+                Start::Processes
+            },
+            ranks: self.ranks.unwrap_or(DEFAULT_RANKS),
+            refuse: match self.ranks {
+                // Whatever number the launcher has.
+                None => |_, _| None,
+                Some(_) => |ranks, job| {
+                    (ranks != job.world_size).then(|| {
+                        format!(
+                            "--ranks {ranks}, but {} started {}; leave --ranks out",
+                            job.launcher, job.world_size
+                        )
+                    })
+                },
+            },
+            timeout: Duration::from_secs(self.timeout),
+            arguments: &[],
+        }
     }
 
     /// The sizes in bytes, each a whole number of elements, without repeats.
@@ -217,36 +153,5 @@ impl AllReduce {
             },
             |iters| iters as usize,
         )
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_read_as_people_write_them() {
-        let cases = [
-            ("8", 8),
-            ("64K", 65_536),
-            ("1m", 1 << 20),
-            ("2GiB", 2 << 30),
-            ("3kb", 3072),
-        ];
-        for (text, bytes) in cases {
-            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
-        }
-        for text in [
-            "",
-            "K",
-            "-1",
-            "1.5M",
-            "17G",
-            "99999999999999999999",
-            "8X",
-            "0x10",
-        ] {
-            assert!(text.parse::<Size>().is_err(), "{text}");
-        }
     }
 }

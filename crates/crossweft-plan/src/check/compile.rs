@@ -5,6 +5,7 @@ use std::collections::HashMap;
 
 use crossweft_device::extent::{Extent, GRANULE, chunk_bytes};
 
+use super::{Code, Diagnostic};
 use crate::plan::{Buffer, ChannelKind, Chunks, Collective, Op, Operand, Plan};
 use crate::validate::ordinals;
 
@@ -17,6 +18,8 @@ pub(super) struct Geometry {
     pub(super) pieces: HashMap<u64, u64>,
     /// Whether input and output are the same memory.
     pub(super) aliased: bool,
+    /// Whether slots lie where they do for the largest message.
+    pub(super) fixed_slots: bool,
 }
 
 /// Where the buffers of the ranks lie among the cells.
@@ -34,9 +37,11 @@ pub(super) struct Layout {
     aliased: bool,
     input_cells: u64,
     output_cells: u64,
-    /// By rank, what to add to `input` or `output`, where they are one memory.
+    /// Messages to add, by rank, to `input` or `output` where they are one memory.
     input_shift: u64,
     output_shift: u64,
+    /// Granules from slot to slot, if that is the same for all messages.
+    stride: Option<u64>,
 }
 
 impl Layout {
@@ -57,8 +62,8 @@ impl Layout {
         let halves = if plan.double_scratch { 2 } else { 1 };
         let packets = scratch + halves * scratch_half;
         let (input_shift, output_shift) = match plan.collective {
-            Collective::AllGather if aliased => (largest, 0),
-            Collective::ReduceScatter if aliased => (0, largest),
+            Collective::AllGather if aliased => (1, 0),
+            Collective::ReduceScatter if aliased => (0, 1),
             _ => (0, 0),
         };
         Self {
@@ -74,6 +79,7 @@ impl Layout {
             output_cells,
             input_shift,
             output_shift,
+            stride: geometry.fixed_slots.then_some(chunk),
         }
     }
 
@@ -88,21 +94,21 @@ impl Layout {
     }
 
     /// First cell of a rank's input or output.
-    pub(super) fn input(&self, rank: u32) -> usize {
+    pub(super) fn input(&self, rank: u32, message: u64) -> usize {
         let rank = u64::from(rank);
-        (self.rank_cells * rank + self.input + self.input_shift * rank) as usize
+        (self.rank_cells * rank + self.input + self.input_shift * rank * message) as usize
     }
 
-    pub(super) fn output(&self, rank: u32) -> usize {
+    pub(super) fn output(&self, rank: u32, message: u64) -> usize {
         let rank = u64::from(rank);
-        (self.rank_cells * rank + self.output + self.output_shift * rank) as usize
+        (self.rank_cells * rank + self.output + self.output_shift * rank * message) as usize
     }
 
-    fn place(&self, rank: u32, buffer: Buffer, offset: u64) -> Place {
+    fn place(&self, rank: u32, buffer: Buffer, offset: u64, message: u64) -> Place {
         let base = self.rank_cells * u64::from(rank);
         let (base, half) = match buffer {
-            Buffer::Input => (self.input(rank) as u64, 0),
-            Buffer::Output => (self.output(rank) as u64, 0),
+            Buffer::Input => (self.input(rank, message) as u64, 0),
+            Buffer::Output => (self.output(rank, message) as u64, 0),
             Buffer::Scratch => (base + self.scratch, self.scratch_half),
             Buffer::Packets => (base + self.packets, self.packets_half),
         };
@@ -115,9 +121,10 @@ impl Layout {
 
     /// A cell in words.
     pub(super) fn describe(&self, cell: usize, chunk: u64) -> String {
+        let stride = self.stride.unwrap_or(chunk);
         let (rank, at) = (cell as u64 / self.rank_cells, cell as u64 % self.rank_cells);
         if at >= self.packets {
-            let slot = (at - self.packets) % self.packets_half / chunk;
+            let slot = (at - self.packets) % self.packets_half / stride;
             return format!("packet slot {slot} of rank {rank}");
         }
         if at >= self.scratch {
@@ -127,7 +134,7 @@ impl Layout {
             } else {
                 at % self.scratch_half
             };
-            return format!("scratch slot {} of rank {rank}", at / chunk);
+            return format!("scratch slot {} of rank {rank}", at / stride);
         }
         let (name, at, cells) = if self.aliased {
             ("input and output (one memory)", at, at + 1)
@@ -313,6 +320,38 @@ impl Compiled {
             ports,
             barriers,
         }
+    }
+}
+
+impl Compiled {
+    /// Waits that name a channel twice: the block's threads would take its signals at once.
+    pub(super) fn twice(&self) -> Vec<Diagnostic> {
+        let mut found: Vec<Diagnostic> = Vec::new();
+        for (site, action) in self.programs[0].iter().flat_map(|block| &block.steps) {
+            let Action::Wait { inboxes, .. } = action else {
+                continue;
+            };
+            let mut sorted = inboxes.clone();
+            sorted.sort_unstable();
+            sorted.dedup();
+            if sorted.len() == inboxes.len() {
+                continue;
+            }
+            let site = &self.sites[*site as usize];
+            let diagnostic = Diagnostic {
+                rank: Some(site.rank),
+                thread_block: Some(site.block),
+                op: Some(site.op),
+                code: Code::Race,
+                message: "it waits twice on one channel: two threads of the block would count its \
+                          signals at once; wait in two ops"
+                    .to_owned(),
+            };
+            if found.last() != Some(&diagnostic) {
+                found.push(diagnostic);
+            }
+        }
+        found
     }
 }
 
@@ -607,8 +646,13 @@ impl<'a> Compiler<'a> {
                 ),
                 _ => (0, operand.index),
             };
-            let offset = message * u64::from(block) + chunk * u64::from(index) + inside;
-            self.layout.place(operand.rank, operand.buffer, offset)
+            let stride = match operand.buffer {
+                Buffer::Scratch | Buffer::Packets => self.layout.stride.unwrap_or(chunk),
+                _ => chunk,
+            };
+            let offset = message * u64::from(block) + stride * u64::from(index) + inside;
+            self.layout
+                .place(operand.rank, operand.buffer, offset, message)
         };
         Some(Data {
             cells: cells as usize,

@@ -316,6 +316,11 @@ impl Import<'_> {
                 }
                 *ends.entry((rank, channel.peer, channel.kind)).or_default() += 1;
             }
+            let buffers = gpu.remote_buffers.iter();
+            if let Some(buffer) = buffers.into_iter().find(|b| b.rank as usize >= world) {
+                let peer = buffer.rank;
+                return Err(format!("a remote buffer of rank {rank} is of rank {peer}"));
+            }
             let mut members = numbered.groups.iter().flat_map(|(ranks, _)| ranks);
             if let Some(member) = members.find(|&&member| member as usize >= world) {
                 return Err(format!(

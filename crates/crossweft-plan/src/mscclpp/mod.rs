@@ -29,9 +29,9 @@
 //! * Destinations of several kinds, and reductions that no operation of theirs does at once, become
 //!   several operations.
 //! * Packets make plain scratch memory double as well.
-//mod export;
+mod export;
 mod format;
 mod import;
 
-//pub use export::export;
+pub use export::export;
 pub use import::{Imported, import, is_mscclpp};

@@ -1,0 +1,410 @@
+//! `plan run`.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use crossweft_collective::{
+    CollectiveError, Communicator, DataType, ReduceOp, Schedule, SymmetricBuffer,
+};
+use crossweft_device::extent::GRANULE;
+use crossweft_executor::{Buffers, Options, Prepared};
+use crossweft_plan::check::{self, Diagnostic};
+use crossweft_plan::{Collective, InPlace, Op, Plan};
+use crossweft_verify::{
+    Mismatches, Pattern, check_all_reduce, check_copies, check_reduce_scatter, fill,
+};
+use serde::Serialize;
+
+use super::source::{STANDARD, Source, SourceError};
+use crate::exit::Exit;
+use crate::job::{self, JobError, JobOptions, Start};
+use crate::values::{Device, Size, check_device, dtype, op};
+use crate::{Format, print_line};
+
+/// Options of `plan run`.
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    /// The plan file, of crossweft or of MSCCL++; `-` is standard input.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Bytes of a message: one block of input or output; K, M and G are powers of 1024. By default
+    /// a size that the plan takes.
+    #[arg(long, value_name = "BYTES")]
+    size: Option<Size>,
+    /// Element type.
+    #[arg(long, default_value = "f32", value_parser = dtype)]
+    dtype: DataType,
+    /// Reduce operation; by default the plan's, or sum.
+    #[arg(long, value_parser = op)]
+    op: Option<ReduceOp>,
+    /// The device to run on; this version has the CPU device.
+    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    device: Device,
+    /// Start the ranks as threads of this process; the default, unless a launcher has started them.
+    #[arg(long)]
+    threads: bool,
+    /// Start the ranks as processes.
+    #[arg(long, conflicts_with = "threads")]
+    processes: bool,
+    /// Seed of the order in which thread blocks run, and of the test data; by default they take
+    /// turns.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Seconds that any call may take before it is given up.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60,
+          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    timeout: u64,
+    /// Do not check the plan first.
+    #[arg(long, hide = true, overrides_with = "unchecked")]
+    unchecked: bool,
+    /// For people, or for programs.
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    format: Format,
+}
+
+/// Why a plan was not run to its end.
+#[derive(Debug, thiserror::Error)]
+enum RunError {
+    #[error("{0}")]
+    Usage(String),
+    #[error("{0}")]
+    Source(#[from] SourceError),
+    #[error("{file} is refused: {first}{more}; `crossweft plan check` says all")]
+    Refused {
+        file: String,
+        first: Box<Diagnostic>,
+        more: String,
+    },
+    #[error("{0}")]
+    Job(#[from] JobError),
+}
+
+impl RunError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Usage(_) | Self::Source(_) => Exit::Usage,
+            Self::Refused { .. } => Exit::Wrong,
+            Self::Job(error) => error.exit(),
+        }
+    }
+}
+
+pub(super) fn run(options: &Run) -> Exit {
+    try_run(options).unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        error.exit()
+    })
+}
+
+fn try_run(options: &Run) -> Result<Exit, RunError> {
+    check_device(options.device).map_err(RunError::Usage)?;
+    if options.processes && options.file.as_os_str() == STANDARD {
+        let reason = "processes cannot share standard input; name a file, or use --threads";
+        return Err(RunError::Usage(reason.to_owned()));
+    }
+    let source = Source::read(&options.file)?;
+    if !options.unchecked {
+        source.warn(&options.file);
+        let found = check::check(&source.plan, &check::Options::default());
+        let more = match found.len() {
+            0 | 1 => String::new(),
+            n => format!(", and {} more", n - 1),
+        };
+        if let Some(first) = found.into_iter().next() {
+            return Err(RunError::Refused {
+                file: options.file.display().to_string(),
+                first: Box::new(first),
+                more,
+            });
+        }
+    }
+    let task = Task::new(options, source.plan).map_err(RunError::Usage)?;
+    let job = JobOptions {
+        start: match (options.threads, options.processes) {
+            (true, _) => Start::Threads,
+            (_, true) => Start::Processes,
+            _ => Start::ThreadsOrLauncher,
+        },
+        ranks: task.plan.world_size(),
+        refuse: |ranks, job| {
+            (ranks != job.world_size).then(|| {
+                format!(
+                    "the plan is for {ranks} ranks, but {} started {}",
+                    job.launcher, job.world_size
+                )
+            })
+        },
+        timeout: Duration::from_secs(options.timeout),
+        // Checked here, once for all.
+        arguments: &["--unchecked"],
+    };
+    Ok(job::run(&job, |communicator, _| task.rank(communicator))?)
+}
+
+/// What every rank does.
+struct Task<'a> {
+    options: &'a Run,
+    plan: Plan,
+    op: ReduceOp,
+    bytes: u64,
+}
+
+/// The result.
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    ok: bool,
+    plan: &'a str,
+    collective: Collective,
+    ranks: u32,
+    bytes: u64,
+    dtype: &'static str,
+    op: &'static str,
+    /// Wrong elements over all ranks and runs.
+    wrong: u64,
+    post_condition: &'static str,
+    /// What sizes must be multiples of.
+    multiple_of: u64,
+    /// Sizes that the plan is meant for.
+    message_bytes: (u64, u64),
+}
+
+/// Message size where none is asked for, if the plan takes it.
+const DEFAULT_BYTES: u64 = 64 << 10;
+/// The most that loops with large pieces make of it.
+const MOST_BYTES: u64 = 64 << 20;
+
+impl<'a> Task<'a> {
+    fn new(options: &'a Run, plan: Plan) -> Result<Self, String> {
+        let op = options.op.or(plan.reduce_op).unwrap_or(ReduceOp::Sum);
+        let multiple_of = multiple_of(&plan, options.dtype);
+        let (least, most) = plan.message_bytes;
+        let bytes = match options.size {
+            Some(Size(bytes)) => {
+                if !bytes.is_multiple_of(multiple_of) {
+                    return Err(format!(
+                        "--size {bytes}, but this plan takes multiples of {multiple_of} bytes of {}",
+                        options.dtype
+                    ));
+                }
+                if bytes < least || bytes > most {
+                    return Err(format!(
+                        "--size {bytes}, but this plan is for {least} to {most} bytes"
+                    ));
+                }
+                bytes
+            }
+            None => {
+                let wanted = default_bytes(&plan).max(least);
+                let bytes = wanted.div_ceil(multiple_of).saturating_mul(multiple_of);
+                let bytes = if bytes > most {
+                    most / multiple_of * multiple_of
+                } else {
+                    bytes
+                };
+                if bytes < least || bytes == 0 {
+                    return Err(format!(
+                        "no size from {least} to {most} bytes is a multiple of {multiple_of}; \
+                         choose another --dtype"
+                    ));
+                }
+                bytes
+            }
+        };
+        Ok(Self {
+            options,
+            plan,
+            op,
+            bytes,
+        })
+    }
+
+    /// Runs the plan several times as one rank, and returns the wrong elements of all ranks.
+    fn rank(&self, communicator: &Communicator) -> Result<u64, CollectiveError> {
+        let Self {
+            options, plan, op, ..
+        } = self;
+        let rank = communicator.rank();
+        let memory = Memory::new(plan, self.bytes, communicator)?;
+        let mut prepare = Options::new(options.dtype, *op, self.bytes);
+        prepare.buffers = Buffers::Registered {
+            input: memory.input.registered(),
+            output: memory.output.registered(),
+        };
+        if let Some(seed) = options.seed {
+            prepare.schedule = Schedule::Seeded(seed.wrapping_add(rank.into()));
+        }
+        let limit = communicator.timeout();
+        let deadline = Instant::now() + limit;
+        let prepared = Prepared::prepare(communicator.endpoint(), plan, prepare, deadline)?;
+        let mut wrong = 0;
+        // More than two, as what is double comes again then.
+        let patterns = [Pattern::Exact, Pattern::Random, Pattern::Exact];
+        for (turn, pattern) in (0..).zip(patterns) {
+            let seed = options.seed.unwrap_or(1).wrapping_add(turn);
+            memory.write(&self.input(pattern, seed, rank))?;
+            // Nobody may still be reading, nor write too early.
+            communicator.barrier()?;
+            prepared.run_registered(0, 0, self.bytes, limit)?;
+            communicator.barrier()?;
+            wrong += self.check(pattern, seed, rank, &memory.read()?);
+        }
+        let all = communicator.all_gather_bytes(&wrong.to_le_bytes())?;
+        let words = all.iter().filter_map(|word| word.as_slice().try_into().ok());
+        let wrong = words.map(u64::from_le_bytes).sum();
+        if rank == 0 {
+            self.report(wrong);
+        }
+        Ok(wrong)
+    }
+
+    fn input(&self, pattern: Pattern, seed: u64, rank: u32) -> Vec<u8> {
+        let blocks = self.plan.input_blocks as usize;
+        let mut data = vec![0; self.bytes as usize * blocks];
+        let world_size = self.plan.world_size();
+        fill(pattern, self.options.dtype, self.op, seed, rank, world_size, &mut data);
+        data
+    }
+
+    /// Wrong elements of this rank's output.
+    fn check(&self, pattern: Pattern, seed: u64, rank: u32, got: &[u8]) -> u64 {
+        let (dtype, op, n) = (self.options.dtype, self.op, self.plan.world_size());
+        let copies = |blocks: &[(u32, u32)]| check_copies(pattern, dtype, op, seed, n, blocks, got);
+        let all = |block| (0..n).map(|q| (q, block)).collect::<Vec<_>>();
+        let mismatches = match self.plan.collective {
+            Collective::AllReduce => check_all_reduce(pattern, dtype, op, seed, n, got),
+            Collective::ReduceScatter => {
+                check_reduce_scatter(pattern, dtype, op, seed, rank, n, got)
+            }
+            Collective::AllGather => copies(&all(0)),
+            Collective::AllToAll => copies(&all(rank)),
+            Collective::SendRecv => copies(&[((rank + n - 1) % n, 0)]),
+            _ => Mismatches::default(),
+        };
+        if let Some(first) = mismatches.first {
+            eprintln!(
+                "rank {rank}: {pattern:?} inputs: {} wrong, first at element {}: {} instead of {}",
+                mismatches.wrong, first.index, first.got, first.expected
+            );
+        }
+        mismatches.wrong
+    }
+
+    fn report(&self, wrong: u64) {
+        let plan = &self.plan;
+        let post_condition = match plan.collective {
+            Collective::Test => "none (test plan)",
+            _ => "exact result",
+        };
+        let report = Report {
+            ok: wrong == 0,
+            plan: &plan.name,
+            collective: plan.collective,
+            ranks: plan.world_size(),
+            bytes: self.bytes,
+            dtype: self.options.dtype.name(),
+            op: self.op.name(),
+            wrong,
+            post_condition,
+            multiple_of: multiple_of(plan, self.options.dtype),
+            message_bytes: plan.message_bytes,
+        };
+        print_line(&match self.options.format {
+            Format::Json => serde_json::to_string(&report).unwrap_or_default(),
+            Format::Table => {
+                let verdict = match wrong {
+                    0 => "ok".to_owned(),
+                    n => format!("{n} wrong elements"),
+                };
+                format!(
+                    "`{}`: {} of {} ranks, {} bytes of {} a message, {}: {verdict}; post-condition: \
+                     {post_condition}",
+                    report.plan,
+                    plan.collective.name(),
+                    report.ranks,
+                    report.bytes,
+                    report.dtype,
+                    report.op,
+                )
+            }
+        });
+    }
+}
+
+/// What sizes of messages must be multiples of.
+fn multiple_of(plan: &Plan, dtype: DataType) -> u64 {
+    let element = dtype.size() as u64;
+    if plan.needs_equal_chunks() {
+        // A granule holds a whole number of elements of every type.
+        u64::from(plan.chunks) * GRANULE
+    } else {
+        element
+    }
+}
+
+/// A size that gives every loop several pieces.
+fn default_bytes(plan: &Plan) -> u64 {
+    let ops = plan.ranks.iter().flat_map(|rank| rank.blocks.iter().flatten());
+    let pieces = ops.filter_map(|op| match op {
+        Op::Loop { unit_bytes, .. } => Some(*unit_bytes),
+        _ => None,
+    });
+    let piece = pieces.max().unwrap_or(0);
+    let chunk = piece.saturating_mul(2).saturating_add(GRANULE);
+    let looped = match piece {
+        0 => 0,
+        _ => chunk.saturating_mul(plan.chunks.into()).min(MOST_BYTES),
+    };
+    looped.max(DEFAULT_BYTES)
+}
+
+/// The buffers of a rank; in place both are one.
+struct Memory {
+    input: SymmetricBuffer,
+    output: SymmetricBuffer,
+    /// Where this rank's input lies in its buffer, and its output.
+    offsets: (u64, u64),
+    output_bytes: u64,
+}
+
+impl Memory {
+    fn new(plan: &Plan, bytes: u64, communicator: &Communicator) -> Result<Self, CollectiveError> {
+        let input_bytes = bytes.saturating_mul(plan.input_blocks.into());
+        let output_bytes = bytes.saturating_mul(plan.output_blocks.into());
+        // Memory of no bytes cannot be shared.
+        let allocate = |bytes: u64| communicator.allocate(bytes.max(GRANULE));
+        let own = bytes * u64::from(communicator.rank());
+        if plan.in_place == InPlace::Required {
+            let memory = allocate(input_bytes.max(output_bytes))?;
+            return Ok(Self {
+                input: memory.clone(),
+                output: memory,
+                offsets: match plan.collective {
+                    Collective::AllGather => (own, 0),
+                    Collective::ReduceScatter => (0, own),
+                    _ => (0, 0),
+                },
+                output_bytes,
+            });
+        }
+        Ok(Self {
+            input: allocate(input_bytes)?,
+            output: allocate(output_bytes)?,
+            offsets: (0, 0),
+            output_bytes,
+        })
+    }
+
+    /// Writes the input, and something else into the rest of the output.
+    fn write(&self, data: &[u8]) -> Result<(), CollectiveError> {
+        // A result left over from an earlier run must not pass for a new one.
+        self.output.write(0, &vec![0xa5; self.output.bytes() as usize])?;
+        self.input.write(self.offsets.0, data)
+    }
+
+    fn read(&self) -> Result<Vec<u8>, CollectiveError> {
+        let mut data = vec![0; self.output_bytes as usize];
+        self.output.read(self.offsets.1, &mut data)?;
+        Ok(data)
+    }
+}
