@@ -38,7 +38,11 @@ pub(crate) fn run(folder: &str) -> Result<(), String> {
     for file in &files {
         let start = Instant::now();
         let row = one(&program, file);
-        let name = file.strip_prefix(folder).unwrap_or(file).display().to_string();
+        let name = file
+            .strip_prefix(folder)
+            .unwrap_or(file)
+            .display()
+            .to_string();
         println!(
             "{name:<52} {:<14} {:>5}  {:<8} {:<22} {:>7.1}  {}",
             row.collective,
@@ -71,7 +75,10 @@ fn find(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), String> {
         let path = entry.map_err(failed)?.path();
         if path.is_dir() {
             find(&path, files)?;
-        } else if path.extension().is_some_and(|extension| extension == "json") {
+        } else if path
+            .extension()
+            .is_some_and(|extension| extension == "json")
+        {
             files.push(path);
         }
     }
@@ -80,7 +87,13 @@ fn find(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), String> {
 
 /// The command that was just built: cargo says where.
 fn program() -> Result<PathBuf, String> {
-    let arguments = ["metadata", "--format-version", "1", "--no-deps", "--offline"];
+    let arguments = [
+        "metadata",
+        "--format-version",
+        "1",
+        "--no-deps",
+        "--offline",
+    ];
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
         .args(arguments)
@@ -132,10 +145,13 @@ fn one(program: &Path, file: &Path) -> Row {
             let first = &report["diagnostics"][0];
             row.note = match first["message"].as_str() {
                 Some(message) => {
-                    let place = first["rank"].as_u64().map_or_else(String::new, |rank| {
-                        format!(", rank {rank}")
-                    });
-                    format!("{}{place}: {message}", first["code"].as_str().unwrap_or("?"))
+                    let place = first["rank"]
+                        .as_u64()
+                        .map_or_else(String::new, |rank| format!(", rank {rank}"));
+                    format!(
+                        "{}{place}: {message}",
+                        first["code"].as_str().unwrap_or("?")
+                    )
                 }
                 None => report["error"].as_str().unwrap_or("?").to_owned(),
             };
@@ -160,12 +176,21 @@ fn runs(program: &Path, file: &str, collective: &str, ranks: u64) -> Result<Stri
     let first = once(program, file, &["--threads"])?;
     let number = |field: &Value| field.as_u64().unwrap_or(0);
     let multiple = number(&first["multiple_of"]).max(1);
-    let (least, most) = (number(&first["message_bytes"][0]), number(&first["message_bytes"][1]));
+    let (least, most) = (
+        number(&first["message_bytes"][0]),
+        number(&first["message_bytes"][1]),
+    );
     let mut sizes = vec![number(&first["bytes"])];
     if collective != "test" {
         // The smallest, one that is odd if it can be, and a few more.
         let odd = if multiple < 16 { 1004 } else { 3 * multiple };
-        for size in [multiple, odd, 20 * multiple, 100_000 * multiple.min(4), 16 * multiple] {
+        for size in [
+            multiple,
+            odd,
+            20 * multiple,
+            100_000 * multiple.min(4),
+            16 * multiple,
+        ] {
             let size = size.max(least.next_multiple_of(multiple)).min(most) / multiple * multiple;
             if !sizes.contains(&size) && sizes.len() < 4 {
                 sizes.push(size);
@@ -174,7 +199,11 @@ fn runs(program: &Path, file: &str, collective: &str, ranks: u64) -> Result<Stri
     }
     for (seed, size) in sizes.iter().enumerate().skip(1) {
         let (seed, size) = (seed.to_string(), size.to_string());
-        once(program, file, &["--threads", "--size", &size, "--seed", &seed])?;
+        once(
+            program,
+            file,
+            &["--threads", "--size", &size, "--seed", &seed],
+        )?;
     }
     let mut done = format!("threads x{}", sizes.len());
     if ranks <= MOST_PROCESSES {
@@ -186,7 +215,15 @@ fn runs(program: &Path, file: &str, collective: &str, ranks: u64) -> Result<Stri
 
 fn once(program: &Path, file: &str, how: &[&str]) -> Result<Value, String> {
     let seconds = CALL_SECONDS.to_string();
-    let mut arguments = vec!["plan", "run", file, "--format", "json", "--timeout", &seconds];
+    let mut arguments = vec![
+        "plan",
+        "run",
+        file,
+        "--format",
+        "json",
+        "--timeout",
+        &seconds,
+    ];
     arguments.extend(how);
     let ended = command(program, &arguments)?;
     let failed = || format!("run {} ended with {}", how.join(" "), ended.describe());
@@ -208,7 +245,9 @@ struct Ended {
 
 impl Ended {
     fn describe(&self) -> String {
-        let code = self.code.map_or_else(|| "a signal".to_owned(), |code| format!("code {code}"));
+        let code = self
+            .code
+            .map_or_else(|| "a signal".to_owned(), |code| format!("code {code}"));
         let last = self.stderr.lines().last().or(self.stdout.lines().last());
         format!("{code}: {}", last.unwrap_or("it said nothing"))
     }

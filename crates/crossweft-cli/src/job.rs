@@ -107,9 +107,11 @@ fn threads(
     options: &JobOptions,
     rank_main: impl Fn(&Communicator, &str) -> Result<u64, CollectiveError> + Sync,
 ) -> Result<Exit, JobError> {
-    let wrong = run_in_threads(options.ranks, communicator_options(options), |communicator| {
-        rank_main(communicator, "threads")
-    })?;
+    let wrong = run_in_threads(
+        options.ranks,
+        communicator_options(options),
+        |communicator| rank_main(communicator, "threads"),
+    )?;
     // Every rank counted the wrong elements of all.
     Ok(verdict(wrong.into_iter().max().unwrap_or(0)))
 }
@@ -178,8 +180,7 @@ fn spawn(options: &JobOptions) -> Result<Exit, JobError> {
         .as_ref()
         .map(|r| r.unique_id().to_string())
         .unwrap_or_default();
-    let program =
-        std::env::current_exe().map_err(|source| JobError::Spawn { rank: 0, source })?;
+    let program = std::env::current_exe().map_err(|source| JobError::Spawn { rank: 0, source })?;
     let mut job = Processes {
         children: Vec::new(),
     };

@@ -304,7 +304,7 @@ fn other_end(plan: &Plan, rank: u32, id: u32) -> (u32, u32) {
         .count();
     let mut theirs = (0..).zip(&plan.ranks[peer as usize].channels);
     let end = theirs.by_ref().filter(|(_, c)| c.peer == rank).nth(nth);
-    (peer, end.unwrap().0)
+    (peer, end.expect("channels have two ends").0)
 }
 
 type At = (usize, usize, usize);
@@ -427,7 +427,7 @@ fn mutants(plan: &Plan) -> Vec<(String, Plan)> {
             for by in [1, u32::MAX] {
                 add(name("other channel of"), &|p| {
                     change(p, &|op| {
-                        let id = &mut ids(op).unwrap()[k];
+                        let id = &mut ids(op).expect("it has channels")[k];
                         *id = id.wrapping_add(by);
                     });
                 });
@@ -463,8 +463,14 @@ fn mutants(plan: &Plan) -> Vec<(String, Plan)> {
                             *relaxed = true;
                             return;
                         }
-                        ids(wait).unwrap().retain(|id| *id != theirs);
-                        change(p, &|op| ids(op).unwrap().retain(|other| *other != id));
+                        ids(wait)
+                            .expect("it has channels")
+                            .retain(|id| *id != theirs);
+                        change(p, &|op| {
+                            ids(op)
+                                .expect("it has channels")
+                                .retain(|other| *other != id)
+                        });
                         for ops in p.ranks.iter_mut().flat_map(|r| &mut r.blocks) {
                             ops.retain_mut(|op| ids(op).is_none_or(|ids| !ids.is_empty()));
                         }
@@ -545,7 +551,7 @@ fn harmless(plan: &Plan, blocks: u32) -> Vec<(String, Plan)> {
     let mut add = |what: String, change: &dyn Fn(&mut Plan)| {
         let mut mutant = plan.clone();
         change(&mut mutant);
-        mutant.validate().unwrap();
+        mutant.validate().expect("it is as sound as before");
         all.push((what, mutant));
     };
     for at @ (r, b, o) in places(plan) {
@@ -556,14 +562,16 @@ fn harmless(plan: &Plan, blocks: u32) -> Vec<(String, Plan)> {
         });
         if let Op::Signal { channels, .. } | Op::Wait { channels, .. } = op {
             add(name("channels turned round"), &|p| {
-                ids(&mut p.ranks[r].blocks[b][o]).unwrap().reverse();
+                ids(&mut p.ranks[r].blocks[b][o])
+                    .expect("it has channels")
+                    .reverse();
             });
             if channels.len() > 1 {
                 add(name("split"), &|p| {
                     let block = &mut p.ranks[r].blocks[b];
                     let mut second = block[o].clone();
-                    ids(&mut second).unwrap().remove(0);
-                    ids(&mut block[o]).unwrap().truncate(1);
+                    ids(&mut second).expect("it has channels").remove(0);
+                    ids(&mut block[o]).expect("it has channels").truncate(1);
                     block.insert(o + 1, second);
                 });
             }

@@ -345,6 +345,9 @@ impl<B: Block> Execution<'_, B> {
             };
             k += self.block.threads();
         }
+        if op.kind == OpKind::RelaxedWait {
+            self.block.memory().fence_relaxed_wait();
+        }
         self.block.sync(mine)
     }
 

@@ -54,6 +54,10 @@ pub trait Memory {
     /// Acquire-release fence.
     fn fence(&self);
 
+    /// Orders what follows a relaxed wait behind it. An acquire fence where the machine may read ahead
+    /// of a branch; nothing on GPUs, which do not, and whose caches hold nothing older than the launch.
+    fn fence_relaxed_wait(&self) {}
+
     /// Plain load of a value, at any alignment.
     ///
     /// # Safety
@@ -150,6 +154,11 @@ mod host {
         #[inline(always)]
         fn fence(&self) {
             fence(Ordering::AcqRel);
+        }
+
+        #[inline(always)]
+        fn fence_relaxed_wait(&self) {
+            fence(Ordering::Acquire);
         }
 
         #[inline(always)]

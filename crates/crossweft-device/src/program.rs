@@ -49,9 +49,9 @@ pub enum OpKind {
     Barrier = 4,
     /// Barrier among the threads of this block.
     Sync = 5,
-    /// As `Signal`, ordering execution only.
+    /// As `Signal`, but says no more than that this execution has begun.
     RelaxedSignal = 6,
-    /// As `Wait`, ordering execution only.
+    /// As `Wait`, for such signals.
     RelaxedWait = 7,
     /// Asks the proxy of the linked port channel for a copy; `flags` says what else.
     Put = 8,

@@ -285,7 +285,8 @@ pub enum Op {
     Signal {
         /// Channels of this rank.
         channels: Vec<u32>,
-        /// Orders execution only, not memory; memory channels only.
+        /// Tells only that the sender's execution has begun, not what it did in it; memory channels
+        /// only.
         #[serde(default, skip_serializing_if = "is_false")]
         relaxed: bool,
     },
@@ -293,7 +294,8 @@ pub enum Op {
     Wait {
         /// Channels of this rank.
         channels: Vec<u32>,
-        /// Orders execution only, not memory; memory channels only.
+        /// Tells only that the sender's execution has begun, not what it did in it; memory channels
+        /// only.
         #[serde(default, skip_serializing_if = "is_false")]
         relaxed: bool,
     },

@@ -23,14 +23,11 @@ pub(crate) enum Collective {
 /// Runs a benchmark: the whole job, or one rank of it.
 pub(crate) fn run(collective: &Collective) -> Exit {
     let Collective::AllReduce(options) = collective;
-    let result = options
-        .check()
-        .map_err(JobError::Usage)
-        .and_then(|()| {
-            job::run(&options.job(), |communicator, started_as| {
-                measure::run(options, communicator, started_as)
-            })
-        });
+    let result = options.check().map_err(JobError::Usage).and_then(|()| {
+        job::run(&options.job(), |communicator, started_as| {
+            measure::run(options, communicator, started_as)
+        })
+    });
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");
         error.exit()

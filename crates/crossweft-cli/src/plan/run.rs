@@ -250,7 +250,9 @@ impl<'a> Task<'a> {
             wrong += self.check(pattern, seed, rank, &memory.read()?);
         }
         let all = communicator.all_gather_bytes(&wrong.to_le_bytes())?;
-        let words = all.iter().filter_map(|word| word.as_slice().try_into().ok());
+        let words = all
+            .iter()
+            .filter_map(|word| word.as_slice().try_into().ok());
         let wrong = words.map(u64::from_le_bytes).sum();
         if rank == 0 {
             self.report(wrong);
@@ -262,7 +264,15 @@ impl<'a> Task<'a> {
         let blocks = self.plan.input_blocks as usize;
         let mut data = vec![0; self.bytes as usize * blocks];
         let world_size = self.plan.world_size();
-        fill(pattern, self.options.dtype, self.op, seed, rank, world_size, &mut data);
+        fill(
+            pattern,
+            self.options.dtype,
+            self.op,
+            seed,
+            rank,
+            world_size,
+            &mut data,
+        );
         data
     }
 
@@ -344,7 +354,10 @@ fn multiple_of(plan: &Plan, dtype: DataType) -> u64 {
 
 /// A size that gives every loop several pieces.
 fn default_bytes(plan: &Plan) -> u64 {
-    let ops = plan.ranks.iter().flat_map(|rank| rank.blocks.iter().flatten());
+    let ops = plan
+        .ranks
+        .iter()
+        .flat_map(|rank| rank.blocks.iter().flatten());
     let pieces = ops.filter_map(|op| match op {
         Op::Loop { unit_bytes, .. } => Some(*unit_bytes),
         _ => None,
@@ -398,7 +411,8 @@ impl Memory {
     /// Writes the input, and something else into the rest of the output.
     fn write(&self, data: &[u8]) -> Result<(), CollectiveError> {
         // A result left over from an earlier run must not pass for a new one.
-        self.output.write(0, &vec![0xa5; self.output.bytes() as usize])?;
+        self.output
+            .write(0, &vec![0xa5; self.output.bytes() as usize])?;
         self.input.write(self.offsets.0, data)
     }
 

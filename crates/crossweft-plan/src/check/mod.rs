@@ -34,9 +34,9 @@
 //!
 //! # Memory order
 //!
-//! * Signal and wait, release and acquire, barrier: release and acquire. Relaxed signals and waits
-//!   order nothing, except that with [`Options::relaxed_starts`] the taker knows that the sender's
-//!   execution has begun.
+//! * Signal and wait, release and acquire, barrier: release and acquire. Of a relaxed signal the taker
+//!   knows only that the sender's execution has begun, and what came before that; nothing at all
+//!   without [`Options::relaxed_starts`].
 //! * A packet orders its own payload only: relaxed stores and loads. Beyond that, a rank that has read
 //!   a packet knows in its *next* execution what its sender did *before* the execution that sent it
 //!   (both begin with a fence), and that the loads whose values went into the packet are over. The two
@@ -158,7 +158,8 @@ pub struct Options {
     /// Sizes of the messages of consecutive executions.
     pub sizes: Sizes,
     /// Whether a relaxed signal tells at least that its sender's execution has begun, with all that
-    /// came before that: so it is between kernels on a GPU, and plans of MSCCL++ begin with it.
+    /// came before that: executions begin with a fence, relaxed waits end with one where the machine
+    /// could read ahead, and plans of MSCCL++ count on it. Without this, relaxed signals order nothing.
     pub relaxed_starts: bool,
 }
 
@@ -182,7 +183,7 @@ impl Default for Options {
             executions: 3,
             max_diagnostics: 16,
             sizes: Sizes::Same,
-            relaxed_starts: false,
+            relaxed_starts: true,
         }
     }
 }

@@ -17,6 +17,7 @@
 //! * The reduce operation is sum, and no reduction is marked as the last (that matters for averages
 //!   only). Packets are LL16.
 //! * Port channels forward packets after a wait for them, which unpacks them to spare scratch memory.
+//! * A store to the members of a switch leaves out the place that it reads from.
 //! * Channels with one end get their other one; ranks without thread blocks get an empty one.
 //! * Threads per block, buffer alignment and the reuse of resources are not kept.
 //!
