@@ -47,7 +47,11 @@ fn text(bytes: &[u8]) -> String {
 fn ends(code: i32, arguments: &[&str]) -> Output {
     let output = command(arguments).output().unwrap();
     let (out, err) = (text(&output.stdout), text(&output.stderr));
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}\n{out}\n{err}");
+    assert_eq!(
+        output.status.code(),
+        Some(code),
+        "{arguments:?}\n{out}\n{err}"
+    );
     output
 }
 
@@ -68,11 +72,15 @@ fn all_gather(ranks: u32) -> Plan {
     let all = Chunks::new(0, 2);
     for rank in 0..ranks {
         let others = (0..ranks).filter(|other| *other != rank);
-        let slots = others.clone().map(|other| at(other, Buffer::Packets, 2 * rank));
-        b.at(rank, 0).transfer(all, at(rank, Buffer::Output, 2 * rank), slots.collect());
+        let slots = others
+            .clone()
+            .map(|other| at(other, Buffer::Packets, 2 * rank));
+        b.at(rank, 0)
+            .transfer(all, at(rank, Buffer::Output, 2 * rank), slots.collect());
         for other in others {
             let block = at(rank, Buffer::Output, 2 * other);
-            b.at(rank, 0).transfer(all, at(rank, Buffer::Packets, 2 * other), vec![block]);
+            b.at(rank, 0)
+                .transfer(all, at(rank, Buffer::Packets, 2 * other), vec![block]);
         }
     }
     b.finish().unwrap()
@@ -85,13 +93,18 @@ fn all_to_all(ranks: u32) -> Plan {
         .packets(ranks, PacketType::Ll8);
     let one = Chunks::new(0, 1);
     for rank in 0..ranks {
-        let (input, output) = (|q| at(rank, Buffer::Input, q), |q| at(rank, Buffer::Output, q));
+        let (input, output) = (
+            |q| at(rank, Buffer::Input, q),
+            |q| at(rank, Buffer::Output, q),
+        );
         b.at(rank, 0).transfer(one, input(rank), vec![output(rank)]);
         for q in (0..ranks).filter(|q| *q != rank) {
-            b.at(rank, 0).transfer(one, input(q), vec![at(q, Buffer::Packets, rank)]);
+            b.at(rank, 0)
+                .transfer(one, input(q), vec![at(q, Buffer::Packets, rank)]);
         }
         for q in (0..ranks).filter(|q| *q != rank) {
-            b.at(rank, 0).transfer(one, at(rank, Buffer::Packets, q), vec![output(q)]);
+            b.at(rank, 0)
+                .transfer(one, at(rank, Buffer::Packets, q), vec![output(q)]);
         }
     }
     b.finish().unwrap()
@@ -107,11 +120,13 @@ fn reduce_scatter(ranks: u32) -> Plan {
         let others = (0..ranks).filter(|q| *q != rank);
         for q in others.clone() {
             let slot = at(q, Buffer::Packets, rank);
-            b.at(rank, 0).transfer(one, at(rank, Buffer::Input, q), vec![slot]);
+            b.at(rank, 0)
+                .transfer(one, at(rank, Buffer::Input, q), vec![slot]);
         }
         let mut from: Vec<_> = others.map(|q| at(rank, Buffer::Packets, q)).collect();
         from.push(at(rank, Buffer::Input, rank));
-        b.at(rank, 0).reduce_last(one, from, vec![at(rank, Buffer::Output, 0)]);
+        b.at(rank, 0)
+            .reduce_last(one, from, vec![at(rank, Buffer::Output, 0)]);
     }
     b.finish().unwrap()
 }
@@ -122,13 +137,19 @@ fn send_recv(ranks: u32) -> Plan {
         .in_place(InPlace::Forbidden)
         .packets(1, PacketType::Ll16);
     let one = Chunks::new(0, 1);
-    let ends: Vec<_> = (0..ranks).map(|rank| b.connect(rank, (rank + 1) % ranks)).collect();
+    let ends: Vec<_> = (0..ranks)
+        .map(|rank| b.connect(rank, (rank + 1) % ranks))
+        .collect();
     for rank in 0..ranks {
         let next = at((rank + 1) % ranks, Buffer::Packets, 0);
         let before = (rank + ranks - 1) % ranks;
         b.at(rank, 0)
             .transfer(one, at(rank, Buffer::Input, 0), vec![next])
-            .transfer(one, at(rank, Buffer::Packets, 0), vec![at(rank, Buffer::Output, 0)])
+            .transfer(
+                one,
+                at(rank, Buffer::Packets, 0),
+                vec![at(rank, Buffer::Output, 0)],
+            )
             .signal(&[ends[before as usize].1])
             .wait(&[ends[rank as usize].0]);
     }
@@ -141,7 +162,11 @@ fn stuck() -> Plan {
         .blocks_of_message(1, 1)
         .packets(1, PacketType::Ll16);
     let one = Chunks::new(0, 1);
-    b.at(1, 0).transfer(one, at(1, Buffer::Packets, 0), vec![at(1, Buffer::Output, 0)]);
+    b.at(1, 0).transfer(
+        one,
+        at(1, Buffer::Packets, 0),
+        vec![at(1, Buffer::Output, 0)],
+    );
     b.finish().unwrap()
 }
 
@@ -151,7 +176,8 @@ fn wrong() -> Plan {
     let one = Chunks::new(0, 1);
     for rank in 0..2 {
         let output = at(rank, Buffer::Output, 0);
-        b.at(rank, 0).transfer(one, at(rank, Buffer::Input, 0), vec![output]);
+        b.at(rank, 0)
+            .transfer(one, at(rank, Buffer::Input, 0), vec![output]);
     }
     b.finish().unwrap()
 }
@@ -181,11 +207,20 @@ impl Files {
 fn every_collective_runs_and_is_verified() {
     let files = Files::new();
     let one_shot = Algorithm::OneShot.plan(3, 1).unwrap();
-    let plans = [all_gather(3), all_to_all(3), reduce_scatter(3), send_recv(3), one_shot];
+    let plans = [
+        all_gather(3),
+        all_to_all(3),
+        reduce_scatter(3),
+        send_recv(3),
+        one_shot,
+    ];
     for plan in &plans {
         let file = files.plan(plan);
         let report = json(&ends(0, &["check", "--format", "json", &file]));
-        assert_eq!((&report["ok"], &report["diagnostics"]), (&true.into(), &Value::Array(vec![])));
+        assert_eq!(
+            (&report["ok"], &report["diagnostics"]),
+            (&true.into(), &Value::Array(vec![]))
+        );
         for more in [
             &["--threads"][..],
             &["--size", "1004", "--seed", "7"],
@@ -195,7 +230,11 @@ fn every_collective_runs_and_is_verified() {
             let mut arguments = vec!["run", &file, "--format", "json", "--timeout", "20"];
             arguments.extend(more);
             let report = json(&ends(0, &arguments));
-            assert_eq!((&report["ok"], &report["wrong"]), (&true.into(), &0.into()), "{report}");
+            assert_eq!(
+                (&report["ok"], &report["wrong"]),
+                (&true.into(), &0.into()),
+                "{report}"
+            );
             assert_eq!(report["ranks"], 3);
             assert_eq!(report["post_condition"], "exact result");
         }
@@ -218,17 +257,27 @@ fn other_operations_and_sizes() {
         assert_eq!(report["op"], op);
     }
     let output = ends(2, &["run", &file, "--size", "1001"]);
-    assert!(text(&output.stderr).contains("multiples of 4 bytes of f32"), "{output:?}");
+    assert!(
+        text(&output.stderr).contains("multiples of 4 bytes of f32"),
+        "{output:?}"
+    );
     // Data that moves inside its block needs equal chunks; a range of sizes is kept to.
     let mut b = Builder::new("moved", Collective::Test, 1, 1, 3)
         .blocks_of_message(1, 1)
         .in_place(InPlace::Forbidden);
-    b.at(0, 0).transfer(Chunks::new(0, 2), at(0, Buffer::Input, 0), vec![at(0, Buffer::Output, 1)]);
+    b.at(0, 0).transfer(
+        Chunks::new(0, 2),
+        at(0, Buffer::Input, 0),
+        vec![at(0, Buffer::Output, 1)],
+    );
     let mut plan = b.finish().unwrap();
     plan.message_bytes = (90, 100);
     let file = files.plan(&plan);
     let report = json(&ends(0, &["run", &file, "--format", "json"]));
-    assert_eq!((&report["bytes"], &report["multiple_of"]), (&96.into(), &48.into()));
+    assert_eq!(
+        (&report["bytes"], &report["multiple_of"]),
+        (&96.into(), &48.into())
+    );
     assert_eq!(report["post_condition"], "none (test plan)");
     ends(2, &["run", &file, "--size", "100"]);
     ends(2, &["run", &file, "--size", "144"]);
@@ -237,7 +286,11 @@ fn other_operations_and_sizes() {
 #[test]
 fn refusals_have_exit_code_1_and_say_why() {
     let files = Files::new();
-    let (good, stuck, wrong) = (files.plan(&send_recv(2)), files.plan(&stuck()), files.plan(&wrong()));
+    let (good, stuck, wrong) = (
+        files.plan(&send_recv(2)),
+        files.plan(&stuck()),
+        files.plan(&wrong()),
+    );
     let output = ends(1, &["check", &good, &stuck, &wrong, "--format", "json"]);
     let lines: Vec<Value> = text(&output.stdout)
         .lines()
@@ -249,11 +302,18 @@ fn refusals_have_exit_code_1_and_say_why() {
     assert_eq!(first["ok"], true);
     assert_eq!(second["ok"], false);
     let fault = &second["diagnostics"][0];
-    assert_eq!((&fault["code"], &fault["rank"]), (&"deadlock".into(), &1.into()), "{fault}");
+    assert_eq!(
+        (&fault["code"], &fault["rank"]),
+        (&"deadlock".into(), &1.into()),
+        "{fault}"
+    );
     assert_eq!(third["diagnostics"][0]["code"], "post_condition");
     let output = ends(1, &["run", &stuck]);
     let error = text(&output.stderr);
-    assert!(error.contains("is refused: deadlock") && error.lines().count() == 1, "{error}");
+    assert!(
+        error.contains("is refused: deadlock") && error.lines().count() == 1,
+        "{error}"
+    );
     assert_eq!(text(&output.stdout), "");
     // Unchecked, what is stuck ends at its deadline, and what is wrong is found.
     let start = Instant::now();
@@ -263,7 +323,9 @@ fn refusals_have_exit_code_1_and_say_why() {
     assert_eq!(json(&output)["ok"], false);
     assert!(text(&output.stderr).contains("wrong, first at element 0"));
     // A structure that does not hold is a refusal too.
-    let broken = send_recv(2).to_json().replace("\"slice\":[0,1]", "\"slice\":[1,1]");
+    let broken = send_recv(2)
+        .to_json()
+        .replace("\"slice\":[0,1]", "\"slice\":[1,1]");
     let file = files.write("broken", &broken);
     let report = json(&ends(1, &["check", &file, "--format", "json"]));
     assert_eq!(report["diagnostics"][0]["code"], "structure");
@@ -282,10 +344,17 @@ fn bad_input_has_exit_code_2_and_one_line() {
             "gpus":[{"id":0,"threadblocks":[{"id":0,"ops":[{"name":"warp"}]}]}]}"#,
     );
     for file in [&half, &noise, &missing, &theirs, &"/".to_owned()] {
-        for arguments in [&["check", file][..], &["run", file], &["convert", file, "-"]] {
+        for arguments in [
+            &["check", file][..],
+            &["run", file],
+            &["convert", file, "-"],
+        ] {
             let output = ends(2, arguments);
             let error = text(&output.stderr);
-            assert!(error.starts_with("error: ") && error.lines().count() == 1, "{error}");
+            assert!(
+                error.starts_with("error: ") && error.lines().count() == 1,
+                "{error}"
+            );
             assert!(error.contains(file.as_str()), "{error}");
         }
     }
@@ -308,7 +377,12 @@ fn standard_input_is_read_to_a_bound() {
         .spawn()
         .unwrap();
     let plan = send_recv(2).to_json();
-    child.stdin.take().unwrap().write_all(plan.as_bytes()).unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(plan.as_bytes())
+        .unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(json(&output)["file"], "-");
@@ -316,7 +390,10 @@ fn standard_input_is_read_to_a_bound() {
     let zeros = fs::File::open("/dev/zero").unwrap();
     let output = command(&["check", "-"]).stdin(zeros).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("at most 67108864 are read"), "{output:?}");
+    assert!(
+        text(&output.stderr).contains("at most 67108864 are read"),
+        "{output:?}"
+    );
 }
 
 #[test]
@@ -328,7 +405,10 @@ fn conversions_go_both_ways() {
     let back = files.path("back.json").display().to_string();
     ends(0, &["convert", &ours, &theirs]);
     let file: Value = serde_json::from_slice(&fs::read(&theirs).unwrap()).unwrap();
-    assert_eq!((&file["collective"], &file["gpus"][1]["id"]), (&"allgather".into(), &1.into()));
+    assert_eq!(
+        (&file["collective"], &file["gpus"][1]["id"]),
+        (&"allgather".into(), &1.into())
+    );
     ends(0, &["convert", &theirs, &back]);
     let back = Plan::from_json(&fs::read(back).unwrap()).unwrap();
     assert_eq!(back.ranks[0].channels, plan.ranks[0].channels);
@@ -340,7 +420,10 @@ fn conversions_go_both_ways() {
     average.reduce_op = Some(ReduceOp::Avg);
     let file = files.plan(&average);
     let output = ends(2, &["convert", &file, "-"]);
-    assert!(text(&output.stderr).contains("only knows sums"), "{output:?}");
+    assert!(
+        text(&output.stderr).contains("only knows sums"),
+        "{output:?}"
+    );
     ends(2, &["convert", &ours, "/nowhere/plan"]);
 }
 
@@ -362,7 +445,10 @@ fn a_launcher_must_start_as_many_ranks_as_the_plan_has() {
     let output = command.output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     let error = text(&output.stderr);
-    assert!(error.contains("for 2 ranks, but torchrun started 3"), "{error}");
+    assert!(
+        error.contains("for 2 ranks, but torchrun started 3"),
+        "{error}"
+    );
 }
 
 /// Without its synchronisation inside thread blocks, which an export adds, and what theirs cannot

@@ -128,13 +128,18 @@ impl Job {
 
     /// Joins the job's group; see the [module](self) for how the ranks find each other.
     ///
-    /// Where rank 0 runs the rendezvous, it does so as `rendezvous` says.
+    /// Where rank 0 runs the rendezvous, it does so as `rendezvous` says, but ends it a tenth before
+    /// `options.timeout`: it alone knows which ranks never came, and must say so before they give up.
     pub fn join(
         &self,
         options: &JoinOptions,
         rendezvous: &RendezvousOptions,
     ) -> Result<Group, NetError> {
         let deadline = poll::after(Instant::now(), options.timeout);
+        let rendezvous = &RendezvousOptions {
+            timeout: rendezvous.timeout.min(options.timeout.mul_f64(0.9)),
+            ..rendezvous.clone()
+        };
         let join = |id: &UniqueId| {
             let timeout = deadline.saturating_duration_since(Instant::now());
             let options = JoinOptions {

@@ -995,31 +995,48 @@ fn what_theirs_cannot_express_is_refused() {
         "only knows sums",
     );
     refuse(
-        &|b| { b.at(0, 0).transfer(ONE, far(Buffer::Input, 1), vec![s]); },
+        &|b| {
+            b.at(0, 0).transfer(ONE, far(Buffer::Input, 1), vec![s]);
+        },
         "exchanges the places",
     );
     refuse(
-        &|b| { b.at(0, 0).transfer(ONE, far(Buffer::Input, 0), vec![far(Buffer::Output, 0)]); },
+        &|b| {
+            b.at(0, 0)
+                .transfer(ONE, far(Buffer::Input, 0), vec![far(Buffer::Output, 0)]);
+        },
         "this rank's plain memory only",
     );
     refuse(
-        &|b| { b.at(0, 0).transfer(ONE, p, vec![at(0, Buffer::Packets, 1)]); },
+        &|b| {
+            b.at(0, 0).transfer(ONE, p, vec![at(0, Buffer::Packets, 1)]);
+        },
         "nothing else",
     );
     refuse(
-        &|b| { b.at(0, 0).transfer(ONE, s, vec![far(Buffer::Scratch, 0)]); },
+        &|b| {
+            b.at(0, 0).transfer(ONE, s, vec![far(Buffer::Scratch, 0)]);
+        },
         "wrong half",
     );
     refuse(
-        &|b| { b.at(0, 0).reduce(ONE, vec![p], vec![s]); },
+        &|b| {
+            b.at(0, 0).reduce(ONE, vec![p], vec![s]);
+        },
         "needs a source",
     );
     refuse(
-        &|b| { b.at(0, 0).reduce(ONE, vec![s, p], vec![far(Buffer::Output, 0)]); },
+        &|b| {
+            b.at(0, 0)
+                .reduce(ONE, vec![s, p], vec![far(Buffer::Output, 0)]);
+        },
         "needs a destination",
     );
     refuse(
-        &|b| { b.at(0, 0).reduce(ONE, vec![s, p, far(Buffer::Input, 0)], vec![s]); },
+        &|b| {
+            b.at(0, 0)
+                .reduce(ONE, vec![s, p, far(Buffer::Input, 0)], vec![s]);
+        },
         "not both at once",
     );
     refuse(
