@@ -781,6 +781,44 @@ fn a_relaxed_signal_may_tell_of_the_beginning() {
     assert_eq!(check(&build(false), &options)[0].code, Code::Race);
 }
 
+/// Rank 0's second block puts on the packets that its first one has made; it must have seen them.
+#[test]
+fn a_proxy_may_put_packets_that_its_block_has_seen() {
+    let build = |sees: bool| {
+        let mut b = Builder::new("forward", Collective::Test, 2, 2, 1)
+            .packets(1, PacketType::Ll16)
+            .scratch(1, false);
+        let (port, _) = b.connect_port(0, 1);
+        b.at(0, 0).transfer(ONE, input(0, 0), vec![packets(0, 0)]);
+        if sees {
+            b.at(0, 1).transfer(ONE, packets(0, 0), vec![scratch(0, 0)]);
+        }
+        b.at(0, 1).op(Op::Put {
+            chunks: ONE,
+            from: packets(0, 0),
+            to: packets(1, 0),
+            channel: port,
+            signal: false,
+            flush: true,
+        });
+        // The answer says that the slots are free.
+        let (ours, theirs) = b.connect(0, 1);
+        b.at(1, 0)
+            .transfer(ONE, packets(1, 0), vec![output(1, 0)])
+            .signal(&[theirs]);
+        b.at(0, 1).wait(&[ours]);
+        b.finish().unwrap()
+    };
+    assert_eq!(check(&build(true), &Options::default()), []);
+    let found = check(&build(false), &Options::default());
+    assert!(
+        found
+            .iter()
+            .any(|d| d.code == Code::Race || d.code == Code::Uninitialised),
+        "{found:?}"
+    );
+}
+
 /// In place: one block sends an input as packets, another overwrites it with what comes back.
 #[test]
 fn a_packet_tells_that_the_loads_behind_it_are_over() {

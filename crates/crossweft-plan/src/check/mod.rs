@@ -44,7 +44,8 @@
 //!   writes of one slot in one execution must be told apart by other means than the flag.
 //! * A put is done by a proxy: after what its block did before, and after those puts on the channel
 //!   that the block knows of; it is over for whoever takes a later signal of that channel, or
-//!   flushes, and for those who learn from them. Packets are put as they are, and must be there.
+//!   flushes, and for those who learn from them. Packets are put as they are, and must be there: written
+//!   by the block before, or seen by it.
 //!
 //! # What is not proved
 //!

@@ -97,6 +97,10 @@ pub(super) struct Run<'a> {
     starts: Vec<Vec<Rc<[u32]>>>,
     /// By rank: whose packets of which execution it has read since the last fence.
     read_from: Vec<BTreeMap<u32, u32>>,
+    /// Packets that a block has read, by block, cell and execution, where proxies may be asked to put
+    /// them on.
+    seen_packets: HashSet<(usize, usize, u32)>,
+    has_ports: bool,
     /// By rank, of the last executions: the loads that are over.
     known_over: Vec<VecDeque<HashSet<(usize, Stamp)>>>,
     /// By rank and execution: the proxies' loads that were known to be over at the beginning.
@@ -162,6 +166,8 @@ impl<'a> Run<'a> {
             execution: vec![0; ranks],
             starts: vec![Vec::new(); ranks],
             read_from: vec![BTreeMap::new(); ranks],
+            seen_packets: HashSet::new(),
+            has_ports: plan.has_ports(),
             known_over: vec![VecDeque::new(); ranks],
             starts_over: vec![Vec::new(); ranks],
             diagnostics: Vec::new(),
@@ -894,7 +900,15 @@ impl<'a> Run<'a> {
                 );
                 self.report(Code::Uninitialised, site, reason);
             }
-            let value = self.read(thread, site, from + at);
+            let value = if packets && self.seen_packets.contains(&(block, from + at, epoch)) {
+                // This block has seen the flag and asks afterwards: the proxy finds the same packet.
+                let stamp = self.stamp(thread, site);
+                let cell = &mut self.cells[from + at];
+                remember(&mut cell.reads, stamp, &self.clocks[thread]);
+                cell.value
+            } else {
+                self.read(thread, site, from + at)
+            };
             let before = self.cells[from + at].loads.as_deref().unwrap_or_default();
             let loads = packets.then(|| {
                 let mine = (from + at, self.stamp(thread, site));
@@ -1063,6 +1077,9 @@ impl<'a> Run<'a> {
         let rank = self.rank_of[block] as usize;
         let epoch = self.execution[self.rank_of[block] as usize];
         self.read_from[rank].insert(writer, epoch);
+        if self.has_ports {
+            self.seen_packets.insert((block, at, self.epoch(block)));
+        }
         if guess {
             let what = self.describe_at(site, at);
             let reason = format!(

@@ -236,6 +236,9 @@ struct Data {
     slice: (u32, u32),
 }
 
+/// What an operation does, what it reads, and what it writes.
+type DataOp = (Kind, Vec<Operand>, Vec<Operand>);
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Move {
@@ -567,11 +570,7 @@ impl Import<'_> {
         Ok(())
     }
 
-    fn switch_data(
-        &mut self,
-        place: &Place<'_>,
-        op: &FileOp,
-    ) -> Result<Vec<(Kind, Vec<Operand>, Vec<Operand>)>, String> {
+    fn switch_data(&mut self, place: &Place<'_>, op: &FileOp) -> Result<Vec<DataOp>, String> {
         let shape = self.shape;
         let numbered = &mut self.programs[place.rank as usize];
         let local = |chunk: &Chunk, role| place.operand(&shape, op, chunk, role);
