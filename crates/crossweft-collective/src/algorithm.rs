@@ -184,9 +184,9 @@ fn two_shot(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
 
 /// Scratch slots `0..n` of rank `r` receive everyone's chunk `r`, slots `n..2n` the results.
 ///
-/// A rank can only be lapped by one call: whoever writes a slot for the next call has this rank's
-/// result of the current one (first kind of slot), or needs this rank's input of the next one
-/// (second kind).
+/// The scratch memory's two halves are used in turn: whoever writes for call e + 2 has results of call
+/// e + 1 from every rank, so all have done with call e. (One half would do if all messages had one
+/// size; with another size slots lie elsewhere.)
 fn two_shot_staged(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
     let mut b = Builder::new(
         "two-shot-staged",
@@ -195,7 +195,7 @@ fn two_shot_staged(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
         blocks,
         ranks,
     )
-    .scratch(2 * ranks, false);
+    .scratch(2 * ranks, true);
     let channels = connect_all(&mut b, ranks, blocks);
     for rank in 0..ranks {
         for block in 0..blocks {
@@ -237,13 +237,12 @@ fn two_shot_staged(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
 /// In step `s` of the first round rank `r` passes on chunk `r - s`, reduced so far; in the second
 /// round the complete chunks follow. Each step has a scratch slot of its own.
 ///
-/// A rank that finished this call has results that went through every other rank, so all slots of
-/// the first round are free; those of the second are written only after a whole first round of the
-/// next call.
+/// Two halves are used in turn, as above: a rank that has finished call e + 1 has results that went
+/// through every other rank, so all have done with call e.
 fn ring(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
     let last = ranks - 1;
     let mut b =
-        Builder::new("ring", Collective::AllReduce, ranks, blocks, ranks).scratch(2 * last, false);
+        Builder::new("ring", Collective::AllReduce, ranks, blocks, ranks).scratch(2 * last, true);
     for block in 0..blocks {
         let (mut to_next, mut from_previous) = (vec![0; ranks as usize], vec![0; ranks as usize]);
         for rank in 0..ranks {

@@ -244,10 +244,11 @@ fn ranks_run_ahead_of_each_other() {
             Algorithm::TwoShotStaged,
             Algorithm::Ring,
         ] {
-            let options = AllReduceOptions::new(DataType::U32, ReduceOp::Sum, 64);
+            let options = AllReduceOptions::new(DataType::U32, ReduceOp::Sum, 4096);
             let all_reduce = communicator.all_reduce(options.algorithm(algorithm))?;
             for turn in 0..3000_u32 {
-                let size = 1 + (turn % 16) as usize;
+                // Sizes vary, so that slots lie elsewhere from call to call.
+                let size = 1 + (turn * 389 % 1000) as usize;
                 let mine = turn.wrapping_mul(7) + communicator.rank();
                 let mut data = mine.to_le_bytes().repeat(size);
                 if (turn + communicator.rank()).is_multiple_of(97) {

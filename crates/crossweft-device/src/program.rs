@@ -161,7 +161,7 @@ pub struct Program {
     /// Counters: the epoch, the number of blocks that left, one per barrier, two per semaphore among
     /// blocks (tickets given out, then releases).
     pub counters: u64,
-    /// Bytes of one half of the scratch memory, if it is used in two halves in turn; else 0.
+    /// Bytes of one half of the scratch memory; it has two, used in turn.
     pub scratch_half: u64,
     /// Bytes of one half of the packet memory; it always has two.
     pub packets_half: u64,

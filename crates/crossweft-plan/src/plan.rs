@@ -90,7 +90,7 @@ pub struct Plan {
     pub message_bytes: (u64, u64),
     /// Slots of plain scratch memory, each of one chunk.
     pub scratch_slots: u32,
-    /// Whether the scratch memory is there twice, the halves used in turn.
+    /// Whether the plan counts on two halves of scratch memory, used in turn, as with packets.
     pub double_scratch: bool,
     /// Slots of packet memory, each of one chunk's packets; always there twice.
     pub packet_slots: u32,
@@ -478,14 +478,15 @@ impl Plan {
     }
 
     /// Bytes of scratch memory that messages of up to `bytes` bytes need: `(one half, all)`.
+    ///
+    /// There are always two halves, used in turn, whether [`double_scratch`](Self::double_scratch) asks
+    /// for them or not: slots lie at multiples of the chunk, so that a message of another size has
+    /// them elsewhere, over slots of the message before that a slower rank may still read. Two
+    /// messages later it has read them: whoever writes then has heard of it in the one between.
     #[must_use]
     pub fn scratch_bytes(&self, bytes: u64) -> Option<(u64, u64)> {
         let half = chunk_bytes(bytes, self.chunks).checked_mul(self.scratch_slots.into())?;
-        if self.double_scratch {
-            Some((half, half.checked_mul(2)?))
-        } else {
-            Some((0, half))
-        }
+        Some((half, half.checked_mul(2)?))
     }
 
     /// Bytes of packet memory that messages of up to `bytes` bytes need: `(one half, all)`.
