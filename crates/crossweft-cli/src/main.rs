@@ -1,6 +1,6 @@
 //! The `crossweft` command.
 //!
-//! * [`bench`]: measures a collective and checks its results.
+//! * [`bench`](mod@bench): measures a collective and checks its results.
 //! * [`doctor`]: what this machine offers and what would be used.
 //! * [`plan`]: checks, runs and converts plans.
 //! * [`job`]: where the ranks of a job come from.

@@ -1,4 +1,5 @@
 //! `crossweft plan` as a user runs it: checks, runs and conversions of plans of both formats.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::fs;
 use std::io::Write;

@@ -1,4 +1,5 @@
 //! Execution plans of MSCCL++: every operation, every default, and what is no plan at all.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;

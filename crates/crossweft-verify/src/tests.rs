@@ -1,7 +1,7 @@
 //! Naive all-reduces in several orders must pass, and any planted error must be found.
 
 use crate::{
-    Mismatch, Mismatches, Pattern, check_all_reduce,
+    Mismatch, Mismatches, Pattern, check_all_reduce, check_copies, check_reduce_scatter,
     exact::{to_bf16, to_f16},
     fill, fingerprint, reference_all_reduce,
 };
@@ -631,6 +631,61 @@ fn fingerprints_differ_where_bytes_do() {
     }
     assert!(seen.insert(fingerprint(&[0; 32])) && seen.insert(fingerprint(&[0; 40])));
     assert_eq!(fingerprint(&bytes), fingerprint(&bytes.clone()));
+}
+
+/// Elements of a block in the tests below: more than the reference handles at a time.
+const BLOCK_LEN: usize = 700;
+
+#[test]
+fn blocks_of_a_reduce_scatter_are_those_of_an_all_reduce() {
+    let n = 3;
+    for (pattern, dtype, op) in combinations() {
+        let mut all = vec![0; 3 * BLOCK_LEN * dtype.size()];
+        reference_all_reduce(pattern, dtype, op, 7, n, 0, &mut all);
+        for (rank, block) in (0..n).zip(all.chunks(BLOCK_LEN * dtype.size())) {
+            let check =
+                |rank, got: &[u8]| check_reduce_scatter(pattern, dtype, op, 7, rank, n, got);
+            assert_eq!(
+                check(rank, block),
+                Mismatches::default(),
+                "{pattern:?} {dtype} {op}"
+            );
+            let other = check((rank + 1) % n, block);
+            assert!(other.wrong > 100, "{pattern:?} {dtype} {op}: {other:?}");
+        }
+    }
+}
+
+#[test]
+fn copies_are_compared_block_by_block() {
+    let n = 3;
+    let blocks = [(2, 0), (0, 1), (1, 2)];
+    for (pattern, dtype, op) in combinations() {
+        let size = BLOCK_LEN * dtype.size();
+        let mut got = Vec::new();
+        for (rank, block) in blocks {
+            let whole = input(pattern, dtype, op, rank, n, 3 * BLOCK_LEN);
+            got.extend_from_slice(&whole[block as usize * size..][..size]);
+        }
+        let check = |got: &[u8]| check_copies(pattern, dtype, op, 7, n, &blocks, got);
+        assert_eq!(
+            check(&got),
+            Mismatches::default(),
+            "{pattern:?} {dtype} {op}"
+        );
+        let at = size + 600 * dtype.size();
+        got[at] ^= 1;
+        let found = check(&got);
+        let first = found.first.map(|first| first.index);
+        assert_eq!(
+            (found.wrong, first),
+            (1, Some(1300)),
+            "{pattern:?} {dtype} {op}"
+        );
+        got[at] ^= 1;
+        got.extend_from_slice(&[0; 1]);
+        assert_eq!(check(&got).wrong, 1, "a trailing byte");
+    }
 }
 
 /// Run by hand: `cargo test --release -p crossweft-verify -- --ignored --nocapture`.

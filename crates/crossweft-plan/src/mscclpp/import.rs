@@ -254,9 +254,6 @@ enum Kind {
     },
 }
 
-/// Kind, sources and destinations of an operation.
-type Part = (Kind, Vec<Operand>, Vec<Operand>);
-
 impl Data {
     fn operands(&self) -> impl Iterator<Item = &Operand> {
         self.from.iter().chain(&self.to)

@@ -1,8 +1,8 @@
 //! MSCCL++ execution plans: read as [`Plan`](crate::Plan)s, and written from them.
 //!
-//! * [`import`]: their JSON to a plan. What their files leave out gets their reader's defaults; what
+//! * [`import()`]: their JSON to a plan. What their files leave out gets their reader's defaults; what
 //!   their executor could not run (its limits) is a warning here.
-//! * [`export`]: a plan to their JSON. What their executor could not run is an error.
+//! * [`export()`]: a plan to their JSON. What their executor could not run is an error.
 //!
 //! Their format is one JSON object: chunk counts, channels, remote buffers and thread blocks of every
 //! rank; operations name channels and buffers through lists of their thread block.
