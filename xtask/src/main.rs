@@ -100,7 +100,7 @@ fn deny() -> Result<(), String> {
         let install = ["install", "cargo-deny", "--locked", "--version", "0.20.2"];
         cargo("install cargo-deny", &install, &[])?;
     }
-    let check = ["deny", "--offline", "check", "licenses", "sources", "bans"];
+    let check = ["deny", "check", "licenses", "sources", "bans"];
     cargo("licences and sources", &check, &[])
 }
 
