@@ -1,7 +1,9 @@
 //! The simulation: every thread block of every rank, one schedule, vector clocks.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
+
+use rustc_hash::FxHashSet as HashSet;
 
 use super::clock::{Clock, Stamp};
 use super::compile::{Action, Compiled, Data, Geometry, Site, chunk_of};
@@ -166,12 +168,12 @@ impl<'a> Run<'a> {
             execution: vec![0; ranks],
             starts: vec![Vec::new(); ranks],
             read_from: vec![BTreeMap::new(); ranks],
-            seen_packets: HashSet::new(),
+            seen_packets: HashSet::default(),
             has_ports: plan.has_ports(),
             known_over: vec![VecDeque::new(); ranks],
             starts_over: vec![Vec::new(); ranks],
             diagnostics: Vec::new(),
-            seen: HashSet::new(),
+            seen: HashSet::default(),
             totals: Vec::new(),
         }
     }
