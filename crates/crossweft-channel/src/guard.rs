@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crossweft_device::{Site, Stopped, WaitKind, Waiting};
 use crossweft_hal::cpu::Supervisor;
-use crossweft_net::{Failure, PeerState};
+use crossweft_net::PeerState;
 
 use crate::Endpoint;
 
@@ -97,45 +97,33 @@ impl<'a> Guard<'a> {
         let is_rank = peer < self.endpoint.world_size();
         is_rank.then(|| self.endpoint.group().liveness().peer(peer))
     }
-
-    /// The failure of the job, if there is one.
-    #[must_use]
-    pub fn failure(&self) -> Option<Failure> {
-        self.endpoint.group().liveness().failure()
-    }
-}
-
-/// What is waited for, in words: `a signal from rank 2 on channel 1 (expected 5, seen 4)`.
-#[must_use]
-fn describe(waiting: &Waiting) -> String {
-    let Waiting {
-        site:
-            Site {
-                kind,
-                peer,
-                channel,
-                ..
-            },
-        expected,
-        seen,
-        ..
-    } = *waiting;
-    let (place, seen) = match kind {
-        // A packet's word carries its flag in the low half as the wait loop sees it.
-        WaitKind::Packet => (format!(" from rank {peer}"), seen & u64::from(u32::MAX)),
-        WaitKind::Semaphore => (format!(" from rank {peer} on channel {channel}"), seen),
-        WaitKind::Barrier => (format!(" at barrier {channel}"), seen),
-        WaitKind::Acquire => (format!(" to release semaphore {channel}"), seen),
-        _ => (format!(" (fifo {channel})"), seen),
-    };
-    format!("{}{place} (expected {expected}, seen {seen})", kind.name())
 }
 
 impl Guard<'_> {
-    /// What is waited for, in words.
+    /// What is waited for, in words: `a signal from rank 2 on channel 1 (expected 5, seen 4)`.
     #[must_use]
     pub fn describe(waiting: &Waiting) -> String {
-        describe(waiting)
+        let Waiting {
+            site:
+                Site {
+                    kind,
+                    peer,
+                    channel,
+                    ..
+                },
+            expected,
+            seen,
+            ..
+        } = *waiting;
+        let (place, seen) = match kind {
+            // A packet's word carries its flag in the low half as the wait loop sees it.
+            WaitKind::Packet => (format!(" from rank {peer}"), seen & u64::from(u32::MAX)),
+            WaitKind::Semaphore => (format!(" from rank {peer} on channel {channel}"), seen),
+            WaitKind::Barrier => (format!(" at barrier {channel}"), seen),
+            WaitKind::Acquire => (format!(" to release semaphore {channel}"), seen),
+            _ => (format!(" (fifo {channel})"), seen),
+        };
+        format!("{}{place} (expected {expected}, seen {seen})", kind.name())
     }
 
     /// `rank`, which is waited for, has left; ends the wait when that has been so for a while.
@@ -156,7 +144,7 @@ impl Guard<'_> {
                 "rank {} has waited {} s for {} in thread block {block}; that rank is {:?}",
                 self.endpoint.rank(),
                 waited.as_secs(),
-                describe(waiting),
+                Self::describe(waiting),
                 self.peer(waiting),
             );
         }

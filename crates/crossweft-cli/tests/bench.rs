@@ -1,48 +1,23 @@
 //! The `crossweft` command as a user runs it: processes, threads, launchers, mistakes and losses.
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use common::text;
 use serde_json::Value;
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_crossweft");
-/// Whatever started the tests must not be taken for the launcher of the ranks.
-const LAUNCHER_VARIABLES: [&str; 12] = [
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PMIX_RANK",
-    "SLURM_PROCID",
-];
-
 fn crossweft(arguments: &str) -> Command {
-    let mut command = Command::new(PROGRAM);
-    command
-        .args(arguments.split_whitespace())
-        .stdin(Stdio::null());
-    for variable in LAUNCHER_VARIABLES {
-        command.env_remove(variable);
-    }
-    command
+    common::crossweft(arguments.split_whitespace())
 }
 
 fn run(arguments: &str) -> Output {
     crossweft(arguments).output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }
 
 /// Runs to a good end and returns the JSON report.

@@ -1,12 +1,15 @@
 //! `crossweft plan` as a user runs it: checks, runs and conversions of plans of both formats.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod common;
+
 use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use common::text;
 use crossweft_collective::Algorithm;
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
@@ -15,33 +18,8 @@ use crossweft_plan::{Buffer, Builder, Chunks, Collective, InPlace, Op, Operand, 
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Whatever started the tests must not be taken for the launcher of the ranks.
-const LAUNCHER_VARIABLES: [&str; 12] = [
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PMIX_RANK",
-    "SLURM_PROCID",
-];
-
 fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_crossweft"));
-    command.arg("plan").args(arguments).stdin(Stdio::null());
-    for variable in LAUNCHER_VARIABLES {
-        command.env_remove(variable);
-    }
-    command
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
+    common::crossweft(["plan"].iter().chain(arguments).copied())
 }
 
 /// Runs to an end with that exit code.
