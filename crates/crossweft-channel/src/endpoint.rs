@@ -1,5 +1,6 @@
 //! One rank's end of a job.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
@@ -9,6 +10,7 @@ use crossweft_net::Group;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::board::{Board, Call};
 use crate::registered::Registry;
 use crate::{ChannelError, RegisteredMemory};
 
@@ -20,15 +22,20 @@ pub struct Endpoint {
     next_key: AtomicU64,
     next_number: AtomicU32,
     bells: Bells,
-    spin: bool,
+    board: Board,
+    /// Cores that the ranks of this host may use, all together.
+    cores: usize,
 }
+
+/// Where a rank's board begins in its control memory.
+const BOARD: u64 = 2 * Bell::BYTES;
 
 #[derive(Debug)]
 struct Bells {
     all: Vec<Bell>,
     own: Bell,
-    /// What the bells lie in.
-    _memory: Vec<SharedMemory>,
+    /// What the bells and boards lie in, by rank, where it is mapped.
+    memory: Vec<Option<SharedMemory>>,
 }
 
 impl Endpoint {
@@ -40,7 +47,8 @@ impl Endpoint {
     pub fn new(group: Arc<Group>, deadline: Instant) -> Result<Arc<Self>, ChannelError> {
         let what = "setting up the endpoints";
         // The first bell is this rank's, the second stands in for ranks that cannot be woken.
-        let control = SharedMemory::create(2 * Bell::BYTES).map_err(ChannelError::memory(what))?;
+        let control =
+            SharedMemory::create(BOARD + Board::SIZE).map_err(ChannelError::memory(what))?;
         let own_rank = group.rank();
         let mapped = share(&group, 0, &control, what, deadline);
         let mapped = settle(&group, mapped, what, deadline);
@@ -65,20 +73,18 @@ impl Endpoint {
                 None => nobody,
             })
             .collect();
-        let memory = mapped.into_iter().flatten().chain([control]).collect();
-        let spin = group.local_size() as usize <= cores();
-        let bells = Bells {
-            all,
-            own,
-            _memory: memory,
-        };
+        let mut memory = mapped;
+        memory[own_rank as usize] = Some(control);
+        let cores = local_cores(&group, &exchange(&group, &cores(), what, deadline)?);
+        let bells = Bells { all, own, memory };
         Ok(Arc::new(Self {
             group,
             registry: Arc::default(),
             next_key: AtomicU64::new(1),
             next_number: AtomicU32::new(0),
             bells,
-            spin,
+            board: Board::new(),
+            cores,
         }))
     }
 
@@ -113,7 +119,7 @@ impl Endpoint {
             supervisor,
             bell: Some(self.bells.own),
             peers: &self.bells.all,
-            spin: self.spin,
+            spin: self.group.local_size() as usize <= self.cores,
         }
     }
 
@@ -137,6 +143,40 @@ impl Endpoint {
         let registered = settle(&self.group, registered, what, deadline);
         self.group.withdraw_fd(key);
         registered
+    }
+
+    /// A place to note the calls of a plan that all ranks have agreed on, `name`. Every rank asks in
+    /// the same order, so each knows what the others' notes mean.
+    #[must_use]
+    pub fn call_line(&self, name: &str) -> CallLine {
+        CallLine {
+            number: self.board.number(name.to_owned()),
+            begun: AtomicU64::new(0),
+        }
+    }
+
+    /// What plan `number` is.
+    pub(crate) fn plan_name(&self, number: u32) -> String {
+        self.board.name(number)
+    }
+
+    /// What `rank` noted last about plan `number`, if that can be read here.
+    pub(crate) fn call(&self, rank: u32, number: u32) -> Option<Call> {
+        Some(Board::call(self.control(rank)?, BOARD, number))
+    }
+
+    /// A call that `rank` is in, of any plan but `number`.
+    pub(crate) fn other_call(&self, rank: u32, number: u32) -> Option<Call> {
+        self.board.other(self.control(rank)?, BOARD, number)
+    }
+
+    fn control(&self, rank: u32) -> Option<&SharedMemory> {
+        self.bells.memory.get(rank as usize)?.as_ref()
+    }
+
+    /// Cores that the ranks of this host may use, all together: launchers often bind each to one.
+    pub(crate) fn cores(&self) -> usize {
+        self.cores
     }
 
     /// This rank's registered memories, by the keys that peers know them by.
@@ -184,6 +224,51 @@ impl Endpoint {
             }),
         }
     }
+}
+
+/// Where a rank notes the calls it makes of one plan, for peers that wait in vain.
+#[derive(Debug)]
+pub struct CallLine {
+    number: u32,
+    begun: AtomicU64,
+}
+
+impl CallLine {
+    /// Notes that a call with a message of `bytes` bytes begins.
+    pub fn begin(&self, endpoint: &Endpoint, bytes: u64) {
+        // Calls of one plan follow one another, so this needs no read-modify-write.
+        let begun = self.begun.load(Ordering::Relaxed) + 1;
+        self.begun.store(begun, Ordering::Relaxed);
+        if let Some(own) = endpoint.control(endpoint.rank()) {
+            Board::begin(own, BOARD, self.number, begun, bytes);
+        }
+    }
+
+    /// Notes that it has ended.
+    pub fn end(&self, endpoint: &Endpoint) {
+        if let Some(own) = endpoint.control(endpoint.rank()) {
+            Board::end(own, BOARD, self.number, self.begun.load(Ordering::Relaxed));
+        }
+    }
+
+    /// The plan's number.
+    pub(crate) fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Calls begun so far.
+    pub(crate) fn begun(&self) -> u64 {
+        self.begun.load(Ordering::Relaxed)
+    }
+}
+
+/// How many cores the ranks of this host may use between them.
+fn local_cores(group: &Group, all: &[Vec<u32>]) -> usize {
+    let local = (0..)
+        .zip(all)
+        .filter(|&(rank, _)| rank == group.rank() || group.is_same_host(rank));
+    let cores: BTreeSet<u32> = local.flat_map(|(_, cores)| cores.iter().copied()).collect();
+    cores.len()
 }
 
 fn exchange<T: Serialize + DeserializeOwned>(

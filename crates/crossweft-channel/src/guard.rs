@@ -3,14 +3,16 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use crossweft_device::packet::{epoch_part, is_of_other_size};
 use crossweft_device::{Site, Stopped, WaitKind, Waiting};
 use crossweft_hal::cpu::Supervisor;
 use crossweft_net::PeerState;
 
-use crate::Endpoint;
+use crate::board::Call;
+use crate::{CallLine, Endpoint};
 
 /// Why a wait ended without its condition.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,6 +29,17 @@ pub enum StopCause {
     Deadline {
         /// The time that was allowed.
         limit: Duration,
+        /// What the rank that was waited for was calling, where that is known.
+        peer: Option<String>,
+    },
+    /// The rank that was waited for makes another call than this one.
+    Mismatch {
+        /// That rank.
+        rank: u32,
+        /// Its call.
+        theirs: String,
+        /// This rank's call.
+        ours: String,
     },
     /// An earlier launch of the same plan failed, so its counters are out of step.
     Poisoned,
@@ -37,9 +50,18 @@ impl fmt::Display for StopCause {
         match self {
             Self::Failure(failure) => f.write_str(failure),
             Self::PeerLeft { rank } => write!(f, "rank {rank} has left the job"),
-            Self::Deadline { limit } => write!(
+            Self::Deadline { limit, peer: None } => write!(
                 f,
                 "the deadline of {limit:?} passed; a rank is late, stopped, or made other calls"
+            ),
+            Self::Deadline {
+                limit,
+                peer: Some(peer),
+            } => write!(f, "the deadline of {limit:?} passed; {peer}"),
+            Self::Mismatch { rank, theirs, ours } => write!(
+                f,
+                "ranks make different calls: rank {rank} {theirs}, this rank {ours}; every rank must \
+                 make the same calls in the same order"
             ),
             Self::Poisoned => {
                 f.write_str("an earlier launch failed; make a new communicator to go on")
@@ -50,6 +72,11 @@ impl fmt::Display for StopCause {
 
 /// How long a rank that has left may still be waited for: what it sent before may be on its way.
 const LEFT_GRACE: Duration = Duration::from_secs(1);
+/// How long to wait before looking at what others call, which takes cache lines from them.
+const LOOK_GRACE: Duration = Duration::from_millis(1);
+/// How long two ranks may wait for each other in different calls: another thread of theirs may be
+/// about to make the call that is missing.
+const CROSSED_GRACE: Duration = Duration::from_secs(5);
 /// After this a wait is reported, once.
 const SILENCE: Duration = Duration::from_secs(30);
 
@@ -57,38 +84,151 @@ const SILENCE: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub struct Guard<'a> {
     endpoint: &'a Endpoint,
-    started: Instant,
+    call: Option<&'a CallLine>,
+    /// When the launch was first found waiting: reading the clock costs as much as a tenth of the
+    /// smallest call, which never gets here.
+    started: OnceLock<Instant>,
     limit: Duration,
     reported: AtomicBool,
+    /// A call that a peer was first found in, instead of this one.
+    crossed: Mutex<Option<(Call, Instant)>>,
     /// When this launch first waited for ranks that have left.
     left: Mutex<BTreeMap<u32, Instant>>,
 }
 
 impl<'a> Guard<'a> {
-    /// Allows a launch that starts now to take `limit`.
+    /// Allows a launch that starts now to take `limit`, give or take some microseconds.
     #[must_use]
     pub fn new(endpoint: &'a Endpoint, limit: Duration) -> Self {
         Self {
             endpoint,
-            started: Instant::now(),
+            call: None,
+            started: OnceLock::new(),
             limit,
             reported: AtomicBool::new(false),
+            crossed: Mutex::default(),
             left: Mutex::default(),
         }
+    }
+
+    /// The launch is one of the calls that `call` notes, so it can be compared with what peers call.
+    #[must_use]
+    pub fn of_call(mut self, call: &'a CallLine) -> Self {
+        self.call = Some(call);
+        self
     }
 
     /// The cause of an interruption, once it has happened.
     #[must_use]
     pub fn cause(&self, stopped: Stopped, waiting: &Waiting) -> StopCause {
         match (stopped, self.endpoint.group().liveness().failure()) {
+            (Stopped::Mismatch, _) => self.mismatch(waiting),
             (_, Some(failure)) => StopCause::Failure(failure.to_string()),
-            (Stopped::Deadline, None) => StopCause::Deadline { limit: self.limit },
+            (Stopped::Deadline, None) => StopCause::Deadline {
+                limit: self.limit,
+                peer: self.peer_calls(waiting),
+            },
             (_, None) if self.peer(waiting) == Some(PeerState::Left) => StopCause::PeerLeft {
                 rank: waiting.site.peer,
             },
             // Nothing ended this one: it was not even begun.
             (_, None) => StopCause::Poisoned,
         }
+    }
+
+    /// The words for a peer's call that differs from this one.
+    fn mismatch(&self, waiting: &Waiting) -> StopCause {
+        let other_size = match waiting.site.kind {
+            WaitKind::Size => Some((waiting.site.peer, waiting.seen, waiting.expected)),
+            _ => self.other_size(waiting),
+        };
+        if let Some((rank, theirs, ours)) = other_size {
+            return StopCause::Mismatch {
+                rank,
+                theirs: format!("has a message of {theirs} bytes"),
+                ours: format!("one of {ours} bytes"),
+            };
+        }
+        let (rank, own) = (waiting.site.peer, self.endpoint.rank());
+        let number = self.call.map(CallLine::number);
+        let words = |call: Option<Call>| call.map_or("makes another".to_owned(), |c| self.is_in(c));
+        StopCause::Mismatch {
+            rank,
+            theirs: words(number.and_then(|number| self.endpoint.other_call(rank, number))),
+            ours: words(number.and_then(|number| self.endpoint.call(own, number))),
+        }
+    }
+
+    /// A rank that is in this very call with a message of another size; that size, and this rank's.
+    /// All ranks take part in a call, so it need not be the one that is waited for.
+    fn other_size(&self, waiting: &Waiting) -> Option<(u32, u64, u64)> {
+        let number = self.call?.number();
+        let ours = self.endpoint.call(self.endpoint.rank(), number)?;
+        let peer = waiting.site.peer;
+        std::iter::once(peer)
+            .chain(0..self.endpoint.world_size())
+            .find_map(|rank| {
+                let theirs = self.endpoint.call(rank, number)?;
+                let same = theirs.running && theirs.begun == ours.begun;
+                (same && theirs.bytes != ours.bytes).then_some((rank, theirs.bytes, ours.bytes))
+            })
+    }
+
+    fn is_in(&self, call: Call) -> String {
+        let Call {
+            plan, begun, bytes, ..
+        } = call;
+        let name = self.endpoint.plan_name(plan);
+        format!("is in call {begun} of plan {plan} ({name}) with {bytes} bytes")
+    }
+
+    /// What the rank that is waited for is calling, where that is known.
+    fn peer_calls(&self, waiting: &Waiting) -> Option<String> {
+        let rank = waiting.site.peer;
+        let call = self.call.filter(|_| rank != self.endpoint.rank())?;
+        let theirs = self.endpoint.call(rank, call.number())?;
+        let ours = call.begun();
+        let mut words = match theirs {
+            Call { begun, .. } if begun < ours => {
+                format!(
+                    "rank {rank} has not begun this call: it made {begun} of its kind, this is number {ours}"
+                )
+            }
+            Call { begun, running, .. } if begun == ours && running => {
+                format!("rank {rank} is in this call too, and is stopped or waits itself")
+            }
+            _ => format!("rank {rank} has ended this call"),
+        };
+        if let Some(other) = self.endpoint.other_call(rank, call.number()) {
+            words += "; it ";
+            words += &self.is_in(other);
+        }
+        Some(words)
+    }
+
+    /// Whether the peer waits in another call while this rank waits for it here, and neither is in the
+    /// other's: then nothing would ever change.
+    #[cold]
+    fn is_crossed(&self, waiting: &Waiting) -> bool {
+        let rank = waiting.site.peer;
+        let Some(call) = self.call.filter(|_| rank != self.endpoint.rank()) else {
+            return false;
+        };
+        let begun = |rank, plan| self.endpoint.call(rank, plan).map(|call| call.begun);
+        let Some(theirs) = self.endpoint.other_call(rank, call.number()) else {
+            return false;
+        };
+        let own = self.endpoint.rank();
+        let now = Instant::now();
+        let mut crossed = self.crossed.lock().unwrap_or_else(PoisonError::into_inner);
+        let since = match *crossed {
+            Some((other, since)) if other == theirs => since,
+            _ => crossed.insert((theirs, now)).1,
+        };
+        // The other thread that may still be on its way here gets its time.
+        now.duration_since(since) > CROSSED_GRACE
+            && begun(rank, call.number()).is_some_and(|begun| begun < call.begun())
+            && begun(own, theirs.plan).is_some_and(|begun| begun < theirs.begun)
     }
 
     /// The state of the rank that is waited for, if it is one.
@@ -116,12 +256,16 @@ impl Guard<'_> {
             ..
         } = *waiting;
         let (place, seen) = match kind {
-            // A packet's word carries its flag in the low half as the wait loop sees it.
-            WaitKind::Packet => (format!(" from rank {peer}"), seen & u64::from(u32::MAX)),
+            WaitKind::Packet => (format!(" from rank {peer}"), epoch_of(seen)),
             WaitKind::Semaphore => (format!(" from rank {peer} on channel {channel}"), seen),
             WaitKind::Barrier => (format!(" at barrier {channel}"), seen),
+            WaitKind::Size => (format!(" by rank {peer} on channel {channel}"), seen),
             WaitKind::Acquire => (format!(" to release semaphore {channel}"), seen),
             _ => (format!(" (fifo {channel})"), seen),
+        };
+        let expected = match kind {
+            WaitKind::Packet => epoch_of(expected),
+            _ => expected,
         };
         format!("{}{place} (expected {expected}, seen {seen})", kind.name())
     }
@@ -151,17 +295,39 @@ impl Guard<'_> {
     }
 }
 
+/// Whether the packet that was found belongs to a call of another size.
+fn is_other_size(waiting: &Waiting) -> bool {
+    waiting.site.kind == WaitKind::Packet
+        && is_of_other_size(flag(waiting.expected), flag(waiting.seen))
+}
+
+/// The flag of a packet's word, which carries it in the low half as the wait loop sees it.
+fn flag(word: u64) -> u32 {
+    (word & u64::from(u32::MAX)) as u32
+}
+
+/// What a flag says of the epoch.
+fn epoch_of(word: u64) -> u64 {
+    epoch_part(flag(word)).into()
+}
+
 impl Supervisor for Guard<'_> {
     fn check(&self, waiting: &Waiting, block: u32) -> Result<(), Stopped> {
         if self.endpoint.group().liveness().stopped() {
             return Err(Stopped::Aborted);
         }
-        let waited = self.started.elapsed();
+        let waited = self.started.get_or_init(Instant::now).elapsed();
+        if is_other_size(waiting) || waited > LOOK_GRACE && self.other_size(waiting).is_some() {
+            return Err(Stopped::Mismatch);
+        }
         if waited > self.limit {
             return Err(Stopped::Deadline);
         }
         if waited > SILENCE {
             self.report(waiting, block, waited);
+        }
+        if waited > CROSSED_GRACE && self.is_crossed(waiting) {
+            return Err(Stopped::Mismatch);
         }
         match self.peer(waiting) {
             Some(PeerState::Left) => self.wait_for_left(waiting.site.peer),

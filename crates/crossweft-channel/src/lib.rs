@@ -13,10 +13,12 @@
 //! as long as its owner.
 //!
 //! Inside: `shared` is the only module that touches shared memory, but for the bells in `endpoint`;
-//! `transport` is how a proxy reaches a peer, `tcp` and `frame` are the way over a network, `ids`
+//! `board` is what ranks note there of
+//! their calls; `transport` is how a proxy reaches a peer, `tcp` and `frame` are the way over a network, `ids`
 //! numbers what triggers name.
 #![deny(missing_docs)]
 
+mod board;
 mod endpoint;
 mod error;
 mod frame;
@@ -31,7 +33,7 @@ mod switch;
 mod tcp;
 mod transport;
 
-pub use endpoint::Endpoint;
+pub use endpoint::{CallLine, Endpoint};
 pub use error::ChannelError;
 pub use guard::{Guard, StopCause};
 pub use memory_channel::MemoryChannel;

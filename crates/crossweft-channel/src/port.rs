@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use crossweft_device::channel;
 use crossweft_device::fifo::{Fifo, Trigger, TriggerKind};
-use crossweft_hal::cpu::cores;
 
 use crate::ids::Ids;
 use crate::shared::{self, FifoMemory, Place, Popper};
@@ -551,7 +550,11 @@ impl Idle {
     fn new(endpoint: &Endpoint) -> Self {
         let threads = 2 * endpoint.group().local_size() as usize;
         Self {
-            spins: if threads <= cores() { 4096 } else { 16 },
+            spins: if threads <= endpoint.cores() {
+                4096
+            } else {
+                16
+            },
             rounds: 0,
         }
     }

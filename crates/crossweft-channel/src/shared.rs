@@ -9,7 +9,7 @@ use crossweft_device::semaphore::Semaphore;
 use crossweft_device::wait::reached;
 use crossweft_device::{Block, Memory, Raw, Stopped, Waiting};
 use crossweft_hal::HalError;
-use crossweft_hal::cpu::{Grid, HostBlock, Schedule, Supervisor};
+use crossweft_hal::cpu::{Grid, HostBlock, Schedule, SharedMemory, Supervisor};
 
 use crate::{ChannelError, Endpoint, RegisteredMemory};
 
@@ -116,6 +116,42 @@ fn on_block(endpoint: &Endpoint, body: &dyn Fn(&HostBlock<'_>)) -> Result<(), Ch
         Ok(())
     });
     Ok(())
+}
+
+/// Words of mapped memory from `offset` on, which must be 8-byte aligned.
+pub(crate) fn words(memory: &SharedMemory, offset: u64) -> Words<'_> {
+    Words { memory, offset }
+}
+
+/// Words that one rank writes and others read, each by itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Words<'a> {
+    memory: &'a SharedMemory,
+    offset: u64,
+}
+
+impl Words<'_> {
+    /// The address of word `index`, if it is one.
+    fn addr(&self, index: u64) -> Option<u64> {
+        let offset = self.offset + index * 8;
+        let whole = offset.is_multiple_of(8) && contains(self.memory.bytes(), offset, 8);
+        whole.then(|| self.memory.addr() + offset)
+    }
+
+    /// Word `index`; 0 outside of the memory.
+    pub(crate) fn load(&self, index: u64) -> u64 {
+        // SAFETY: a whole aligned word of mapped memory, which is borrowed; all accesses are atomic.
+        self.addr(index)
+            .map_or(0, |addr| unsafe { Raw.load_acquire(addr) })
+    }
+
+    /// Sets word `index`; nothing outside of the memory.
+    pub(crate) fn store(&self, index: u64, value: u64) {
+        if let Some(addr) = self.addr(index) {
+            // SAFETY: as for `load`.
+            unsafe { Raw.store_release(addr, value) };
+        }
+    }
 }
 
 /// The memory of a fifo, private to this rank.

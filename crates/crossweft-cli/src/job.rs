@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, run_in_threads};
+use crossweft_hal::cpu::{bind_to_core, cores};
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{JoinOptions, NetError, Rendezvous, RendezvousOptions};
 
@@ -62,6 +63,8 @@ pub(crate) struct JobOptions {
     pub(crate) refuse: fn(ranks: u32, job: &Job) -> Option<String>,
     /// The longest any call may take.
     pub(crate) timeout: Duration,
+    /// Whether spawned ranks are bound to a core each, if there are enough.
+    pub(crate) bind: bool,
     /// Arguments of spawned ranks beside those of this process.
     pub(crate) arguments: &'static [&'static str],
 }
@@ -135,11 +138,16 @@ fn one_rank(
         timeout,
         ..RendezvousOptions::default()
     };
+    // Before any thread is started.
+    let bound = options.bind && is_spawned(job) && bind(job);
     let run = || {
         let group = job.join(&join, &rendezvous)?;
         let communicator = Communicator::new(Arc::new(group), communicator_options(options))?;
         let started_as = if is_spawned(job) {
-            "processes".to_owned()
+            match bound {
+                true => "processes, bound to a core each".to_owned(),
+                false => "processes".to_owned(),
+            }
         } else {
             format!("processes of {}", job.launcher)
         };
@@ -148,6 +156,16 @@ fn one_rank(
     run()
         .map(verdict)
         .map_err(|source| JobError::Rank { rank, source })
+}
+
+/// Binds this rank to a core of its own, if there is one for every rank; says whether it did. Left
+/// alone, the scheduler now and then keeps two spinning ranks on one core for seconds.
+fn bind(job: &Job) -> bool {
+    let cores = cores();
+    (job.world_size as usize <= cores.len())
+        .then(|| cores.get(job.rank as usize))
+        .flatten()
+        .is_some_and(|&core| bind_to_core(core).is_ok())
 }
 
 /// Makes the kernel end this process when the one that spawned it is gone, however it went.

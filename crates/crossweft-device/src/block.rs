@@ -33,6 +33,9 @@ pub trait Block {
     /// [`Stopped`] if the wait must end without its condition.
     fn pause(&self, waiting: &Waiting) -> Result<(), Stopped>;
 
+    /// Ends the launch because a peer makes another call; what the wait found is in `waiting`.
+    fn refuse(&self, waiting: &Waiting) -> Stopped;
+
     /// The counterpart of [`pause`](Self::pause): memory of rank `peer` was written that it may be
     /// waiting for. Only a hint; a sleeping waiter also looks again by itself.
     fn wake(&self, peer: u32);

@@ -14,8 +14,8 @@ use crate::program::{
     BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
 };
 use crate::reduce::{Location, Reducer, Sources};
-use crate::semaphore::Semaphore;
-use crate::wait::{Site, Stopped, WaitKind, reached, wait_for};
+use crate::semaphore::{Semaphore, TAGS};
+use crate::wait::{Site, Stopped, WaitKind, Waiting, reached, wait_for};
 
 /// Runs thread block `index` of a launch of `program`.
 ///
@@ -35,7 +35,7 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
 ) -> Result<(), Stopped> {
     let memory = block.memory();
     // Slots of this half were read two executions ago; what this one sends must not overtake that.
-    memory.fence();
+    memory.fence_launch();
     // SAFETY: the caller promises a prepared program.
     let (epoch, ops) = unsafe {
         (
@@ -57,8 +57,7 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
     }
     block.sync(Ok(()))?;
     // SAFETY: as above.
-    unsafe { execution.leave() };
-    Ok(())
+    unsafe { execution.leave(index) }
 }
 
 /// Entry `index` of a table that never changes.
@@ -240,7 +239,7 @@ impl<B: Block> Execution<'_, B> {
         if extent.is_empty() {
             return Ok(());
         }
-        let (block, bytes, flag) = (self.block, extent.len(), packet::flag_of(self.epoch));
+        let (block, bytes, flag) = (self.block, extent.len(), self.flag());
         // SAFETY: the caller's promise.
         let source = unsafe { self.locate(op, 0, extent) };
         let mut mine = Ok(());
@@ -301,23 +300,68 @@ impl<B: Block> Execution<'_, B> {
         } else {
             0
         };
-        let flag = packet::flag_of(self.epoch);
+        let flag = self.flag();
         // SAFETY: the caller's promise; a checked plan excludes races on the ranges.
         let mine =
             unsafe { reducer.reduce(self.block, &sources, &destinations, elements, divisor, flag) };
         self.block.sync(mine)
     }
 
+    /// What this call's packets carry.
+    fn flag(&self) -> u32 {
+        packet::flag_of(self.epoch, self.launch.bytes)
+    }
+
+    /// What this call's signals carry: the size, and enough of the epoch to tell it from others; and
+    /// in which of the semaphore's two words.
+    fn tag(&self) -> (u64, u64) {
+        let tag = self.epoch << SIZE_BITS | self.launch.bytes & SIZE_MASK;
+        (tag, TAGS + (self.epoch & 1) * 8)
+    }
+
+    /// Looks whether the signal that was waited for came from a call of this size.
+    ///
+    /// A peer that is already in the next call writes the other word. If it is further ahead, as it
+    /// can be where data flows one way, the epoch differs and nothing is concluded.
+    ///
+    /// # Safety
+    /// `semaphore` must be one of the program's.
+    #[inline(always)]
+    unsafe fn compare(&self, semaphore: &Semaphore, op: &Op) -> Result<(), Stopped> {
+        let (tag, word) = self.tag();
+        // SAFETY: the caller's promise; tags lie behind the counter.
+        let seen = unsafe { self.block.memory().load(semaphore.inbound + word) };
+        // Proxies leave none.
+        if seen == tag || seen == 0 || seen >> SIZE_BITS != tag >> SIZE_BITS {
+            return Ok(());
+        }
+        let (peer, channel) = (semaphore.peer, semaphore.channel);
+        let (kind, op) = (WaitKind::Size, op.index);
+        Err(self.block.refuse(&Waiting {
+            site: Site {
+                kind,
+                peer,
+                channel,
+                op,
+            },
+            spins: 0,
+            expected: self.launch.bytes,
+            seen: seen & SIZE_MASK,
+        }))
+    }
+
     /// # Safety
     /// `op` must be one of the program's, of this kind.
     unsafe fn signal(&self, op: &Op) -> Result<(), Stopped> {
         self.block.sync(Ok(()))?;
+        let (tag, word) = self.tag();
         let mut k = self.block.thread();
         while k < op.links {
             // SAFETY: the caller's promise.
             unsafe {
                 let semaphore: Semaphore =
                     read_entry(self.block, self.program.semaphores, self.link(op, k));
+                self.block.memory().store(semaphore.outbound + word, tag);
                 match op.kind {
                     OpKind::RelaxedSignal => semaphore.relaxed_signal(self.block),
                     _ => semaphore.signal(self.block),
@@ -342,6 +386,7 @@ impl<B: Block> Execution<'_, B> {
                     OpKind::RelaxedWait => semaphore.relaxed_wait(self.block, op.index),
                     _ => semaphore.wait(self.block, op.index),
                 }
+                .and_then(|()| self.compare(&semaphore, op))
             };
             k += self.block.threads();
         }
@@ -550,38 +595,69 @@ impl<B: Block> Execution<'_, B> {
         self.block.sync(mine)
     }
 
+    /// Ends this block's part; the last block to leave advances the epoch.
+    ///
     /// # Safety
-    /// This block must have done all its operations.
-    unsafe fn leave(&self) {
-        if self.block.thread() != 0 {
-            return;
-        }
+    /// This block, which is number `index`, must have done all its operations.
+    unsafe fn leave(&self, index: u32) -> Result<(), Stopped> {
         let (memory, program) = (self.block.memory(), self.program);
         let left = program.counters + COUNTER_STRIDE;
-        // SAFETY: the program is prepared; the last block is alone with its rank's counters, and
-        // with its packets of this epoch: they were all read, and the next writer of this half
-        // sends for epoch + 2.
-        unsafe {
-            if memory.fetch_add(left, 1) + 1 != u64::from(program.block_count) {
-                return;
+        let blocks = u64::from(program.block_count);
+        // A block alone need not count. Counting is a locked instruction on some machines: it would
+        // wait here until all that was sent has reached the peers.
+        let is_last = self.block.thread() == 0
+            // SAFETY: the program is prepared.
+            && (blocks == 1 || unsafe { memory.fetch_add(left, 1) } + 1 == blocks);
+        if packet::is_scrub_epoch(self.epoch) {
+            // SAFETY: the caller's promise.
+            unsafe { self.scrub(is_last, index)? };
+        }
+        if is_last {
+            // SAFETY: the program is prepared, and the last block is alone with its rank's counters.
+            unsafe {
+                memory.store(left, 0);
+                memory.store_release(program.counters, self.epoch + 1);
             }
-            memory.store(left, 0);
-            if packet::is_scrub_epoch(self.epoch) {
+        }
+        Ok(())
+    }
+
+    /// Block: the last one clears this half of the packet memory. All blocks have read theirs, and the
+    /// next writer of this half sends for epoch + 2.
+    ///
+    /// # Safety
+    /// As for [`leave`](Self::leave); `is_last` is the answer on thread 0.
+    unsafe fn scrub(&self, is_last: bool, index: u32) -> Result<(), Stopped> {
+        let (block, memory, program) = (self.block, self.block.memory(), self.program);
+        // Where thread 0 tells the others. Not 0, and no other block's.
+        let word = program.counters + COUNTER_STRIDE + 8;
+        let last = (self.epoch << 16 | u64::from(index)) + 1;
+        if is_last {
+            // SAFETY: the program is prepared; only the last block writes here.
+            unsafe { memory.store(word, last) };
+        }
+        block.sync(Ok(()))?;
+        // SAFETY: the table has an entry for every rank and space. Word by word: the peers' stores,
+        // seen through relaxed loads alone, are ordered before atomic stores only.
+        unsafe {
+            if memory.load(word) == last {
                 let entry =
                     program.bases + (u64::from(program.rank) * SPACES + Space::Packets as u64) * 8;
                 let half = memory.read::<u64>(entry) + (self.epoch & 1) * program.packets_half;
-                // Word by word: the peers' stores, seen through relaxed loads alone, are ordered
-                // before atomic stores only.
-                let mut at = 0;
+                let mut at = u64::from(block.thread()) * WORD;
                 while at < program.packets_half {
                     memory.store(half + at, 0);
-                    at += WORD;
+                    at += u64::from(block.threads()) * WORD;
                 }
             }
-            memory.store_release(program.counters, self.epoch + 1);
         }
+        block.sync(Ok(()))
     }
 }
+
+/// Low bits of a signal's tag that hold the size of the message.
+const SIZE_BITS: u32 = 48;
+const SIZE_MASK: u64 = (1 << SIZE_BITS) - 1;
 
 const fn min(a: u64, b: u64) -> u64 {
     if a < b { a } else { b }

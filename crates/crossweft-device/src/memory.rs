@@ -15,6 +15,28 @@ pub trait Memory {
     /// `addr` must be valid and 8-byte aligned.
     unsafe fn load(&self, addr: u64) -> u64;
 
+    /// Relaxed load of two words side by side, in one access where the machine has it. Each word is
+    /// whole; the two need not belong together.
+    ///
+    /// # Safety
+    /// `addr` must be valid for 16 bytes and 16-byte aligned.
+    unsafe fn load_pair(&self, addr: u64) -> [u64; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [self.load(addr), self.load(addr + 8)] }
+    }
+
+    /// Relaxed store of two words side by side, as for [`load_pair`](Self::load_pair).
+    ///
+    /// # Safety
+    /// As for [`load_pair`](Self::load_pair).
+    unsafe fn store_pair(&self, addr: u64, words: [u64; 2]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.store(addr, words[0]);
+            self.store(addr + 8, words[1]);
+        }
+    }
+
     /// Acquire load of a word.
     ///
     /// # Safety
@@ -53,6 +75,11 @@ pub trait Memory {
 
     /// Acquire-release fence.
     fn fence(&self);
+
+    /// Orders a launch after those before it. Nothing on GPUs, where streams do that.
+    fn fence_launch(&self) {
+        self.fence();
+    }
 
     /// Orders what follows a relaxed wait behind it. An acquire fence where the machine may read ahead
     /// of a branch; nothing on GPUs, which do not, and whose caches hold nothing older than the launch.
@@ -181,6 +208,29 @@ mod host {
             // SAFETY: the caller's promise; the ranges do not overlap.
             unsafe {
                 core::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize);
+            }
+        }
+
+        // Aligned 8-byte parts of a vector access are single-copy atomic on every x86-64 machine, and
+        // relaxed is what every x86 access at least is. Volatile, so that each stays one access.
+        #[cfg(target_arch = "x86_64")]
+        #[inline(always)]
+        unsafe fn load_pair(&self, addr: u64) -> [u64; 2] {
+            use core::arch::x86_64::__m128i;
+            debug_assert!(addr.is_multiple_of(16), "unaligned pair");
+            // SAFETY: the caller's promise; both are 16 bytes of plain data.
+            unsafe { core::mem::transmute((addr as *const __m128i).read_volatile()) }
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        #[inline(always)]
+        unsafe fn store_pair(&self, addr: u64, words: [u64; 2]) {
+            use core::arch::x86_64::__m128i;
+            debug_assert!(addr.is_multiple_of(16), "unaligned pair");
+            // SAFETY: as above.
+            unsafe {
+                (addr as *mut __m128i)
+                    .write_volatile(core::mem::transmute::<[u64; 2], __m128i>(words));
             }
         }
 

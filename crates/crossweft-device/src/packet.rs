@@ -5,7 +5,7 @@
 //! atomicity is all that is needed, and both have the same bytes in memory, so the payload at byte
 //! `4 i` lies in word `i`, whichever of the two wrote it.
 //!
-//! The flag is the epoch's ([`flag_of`]): never 0, and different from those of the executions
+//! The flag is the call's ([`flag_of`]): never 0, and different from those of the executions
 //! before, so memory need not be cleared in between. Two halves used in turn replace a barrier:
 //! whoever sends for epoch `e + 2` has everything of `e + 1`, which was sent after `e` was read.
 #![allow(
@@ -22,6 +22,10 @@ pub const PAYLOAD: u64 = 4;
 /// Bytes of a packet word.
 pub const WORD: u64 = 8;
 
+/// Bytes of two packet words, which are accessed together where they are aligned.
+const PAIR: u64 = 2 * WORD;
+const PAIR_PAYLOAD: u64 = 2 * PAYLOAD;
+
 /// How packets are stored; only the width of an access differs.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,22 +37,42 @@ pub enum PacketType {
     Ll16 = 1,
 }
 
-/// Number of flags in use: even, so that flag and epoch have the same parity.
-const FLAGS: u64 = (1 << 32) - 2;
+/// Low bits of a flag that tell epochs apart; the others tell calls of different sizes apart.
+const EPOCH_BITS: u32 = 20;
+/// Number of epochs told apart: even, so that flag and epoch have the same parity.
+const EPOCHS: u64 = (1 << EPOCH_BITS) - 2;
 
-/// The packet flag of an epoch (epochs start at 1): never 0, of the epoch's parity.
+/// The packet flag of an epoch (epochs start at 1) and a message of `bytes` bytes: never 0, of the
+/// epoch's parity. Ranks that call with different sizes do not take each other's packets.
 #[inline(always)]
 #[must_use]
-pub const fn flag_of(epoch: u64) -> u32 {
-    (epoch.wrapping_sub(1) % FLAGS + 1) as u32
+pub const fn flag_of(epoch: u64, bytes: u64) -> u32 {
+    // Fibonacci hashing: sizes that are close to each other differ in the high bits.
+    let signature = bytes.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (32 + EPOCH_BITS);
+    (epoch.wrapping_sub(1) % EPOCHS + 1) as u32 | (signature as u32) << EPOCH_BITS
 }
 
-/// Flags repeat after 2^32 - 2 epochs. A word that was not written in all that time would be
-/// believed, so each half is cleared twice in 2^31 epochs, by its owner, at the end of this epoch.
+/// Whether a packet that carries `seen` instead of `expected` belongs to the same epoch of a call of
+/// another size.
+#[inline(always)]
+#[must_use]
+pub const fn is_of_other_size(expected: u32, seen: u32) -> bool {
+    expected != seen && epoch_part(expected) == epoch_part(seen)
+}
+
+/// The part of a flag that tells epochs apart: the epoch itself, as long as there were few.
+#[inline(always)]
+#[must_use]
+pub const fn epoch_part(flag: u32) -> u32 {
+    flag & ((1 << EPOCH_BITS) - 1)
+}
+
+/// Flags repeat after 2^20 - 2 epochs. A word that was not written in all that time would be
+/// believed, so each half is cleared twice in 2^19 epochs, by its owner, at the end of this epoch.
 #[inline(always)]
 #[must_use]
 pub const fn is_scrub_epoch(epoch: u64) -> bool {
-    epoch & ((1 << 30) - 2) == 0
+    epoch & ((1 << (EPOCH_BITS - 2)) - 2) == 0
 }
 
 #[inline(always)]
@@ -103,6 +127,39 @@ pub unsafe fn read_packet<B: Block>(
     Ok((word >> 32) as u32)
 }
 
+/// Waits for the two packet words at `addr` to carry `flag`; returns both payloads.
+///
+/// # Errors
+/// [`Stopped`] when the wait hook ends the wait.
+///
+/// # Safety
+/// `addr` must be valid for 16 bytes and 16-byte aligned.
+#[inline(always)]
+unsafe fn read_pair<B: Block>(block: &B, site: Site, addr: u64, flag: u32) -> Result<u64, Stopped> {
+    // SAFETY: the caller's promise.
+    let [mut a, mut b] = unsafe { block.memory().load_pair(addr) };
+    // Which of the two was not there yet matters to nobody but an error message.
+    if (a >> 32) as u32 != flag || (b >> 32) as u32 != flag {
+        // SAFETY: as above.
+        unsafe {
+            a = read_packet(block, site, addr, flag)?.into();
+            b = read_packet(block, site, addr + WORD, flag)?.into();
+        }
+    }
+    Ok(u64::from(a as u32) | b << 32)
+}
+
+/// How many of `words` packet words are accessed in pairs: all that have a partner, if `packets` is
+/// aligned for it.
+#[inline(always)]
+const fn pairs(packets: u64, words: u64) -> u64 {
+    if packets.is_multiple_of(PAIR) {
+        words / 2
+    } else {
+        0
+    }
+}
+
 /// Copies `bytes` bytes into packets, the whole block together. `packets` is the address of the
 /// first word, `src` may have any alignment.
 ///
@@ -113,7 +170,18 @@ pub unsafe fn read_packet<B: Block>(
 pub unsafe fn copy_to_packets<B: Block>(block: &B, packets: u64, src: u64, bytes: u64, flag: u32) {
     let memory = block.memory();
     let whole = bytes / PAYLOAD;
+    let pairs = pairs(packets, whole);
     let mut i = u64::from(block.thread());
+    while i < pairs {
+        // SAFETY: words `2 i` and `2 i + 1` lie in both ranges.
+        unsafe {
+            let data = memory.read::<u64>(src + i * PAIR_PAYLOAD);
+            let words = [word(data as u32, flag), word((data >> 32) as u32, flag)];
+            memory.store_pair(packets + i * PAIR, words);
+        }
+        i += u64::from(block.threads());
+    }
+    i = 2 * pairs + u64::from(block.thread());
     while i < whole {
         // SAFETY: word `i` lies in both ranges.
         unsafe {
@@ -157,7 +225,17 @@ pub unsafe fn copy_from_packets<B: Block>(
 ) -> Result<(), Stopped> {
     let memory = block.memory();
     let whole = bytes / PAYLOAD;
+    let pairs = pairs(packets, whole);
     let mut i = u64::from(block.thread());
+    while i < pairs {
+        // SAFETY: words `2 i` and `2 i + 1` lie in both ranges.
+        unsafe {
+            let data = read_pair(block, site, packets + i * PAIR, flag)?;
+            memory.write::<u64>(dst + i * PAIR_PAYLOAD, data);
+        }
+        i += u64::from(block.threads());
+    }
+    i = 2 * pairs + u64::from(block.thread());
     while i < whole {
         // SAFETY: word `i` lies in both ranges.
         unsafe {

@@ -12,7 +12,7 @@ use crate::wait::{Site, Stopped, WaitKind, reached, wait_for};
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Semaphore {
-    /// Address of the counter that the peer adds to.
+    /// Address of the counter that the peer adds to; two words for [`TAGS`] follow it.
     pub inbound: u64,
     /// Address of the peer's `inbound`, in this address space; 0 if a proxy signals instead.
     pub outbound: u64,
@@ -23,6 +23,10 @@ pub struct Semaphore {
     /// The channel's number, for messages.
     pub channel: u32,
 }
+
+/// Bytes from a semaphore's counter to two words in which a plan's signals leave what call they belong
+/// to. They share the counter's cache line, so looking at them costs nothing.
+pub const TAGS: u64 = 8;
 
 impl Semaphore {
     /// Adds one to the peer's counter, after everything this thread did before.

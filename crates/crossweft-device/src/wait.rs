@@ -11,6 +11,8 @@ pub enum Stopped {
     Aborted = 1,
     /// The caller's deadline passed.
     Deadline = 2,
+    /// A peer makes another call than this rank.
+    Mismatch = 3,
 }
 
 /// What kind of thing is waited for.
@@ -31,6 +33,8 @@ pub enum WaitKind {
     Barrier = 4,
     /// Another thread block of this rank to release a semaphore.
     Acquire = 5,
+    /// A peer's message to have this rank's size: `expected` and `seen` are bytes.
+    Size = 6,
 }
 
 impl WaitKind {
@@ -44,6 +48,7 @@ impl WaitKind {
             Self::FifoDone => "the proxy",
             Self::Barrier => "the other thread blocks",
             Self::Acquire => "another thread block",
+            Self::Size => "a call of the same size",
         }
     }
 }

@@ -109,6 +109,9 @@ struct Rank {
     expected: Guarded,
 }
 
+/// Bytes of a semaphore's counter with its tags.
+const LINE: usize = 24;
+
 /// Bytes from the registered base to the buffers.
 const OFFSET: u64 = 48;
 const SLOTS: u64 = 8;
@@ -123,7 +126,7 @@ impl Rank {
             scratch: zeroed(2 * HALF as usize),
             packets: zeroed(4 * HALF as usize),
             counters: zeroed(4 * COUNTER_STRIDE as usize),
-            inbound: zeroed(8 * semaphores),
+            inbound: zeroed(LINE * semaphores),
             expected: zeroed(8 * semaphores),
         };
         // SAFETY: the first word of the counters.
@@ -181,8 +184,8 @@ fn tables(plan: &Plan, rank: u32, ranks: &mut [Rank], chunks: u32, element: u32)
         for peer in 0..count {
             let word = |with: u32| u64::from(block * count + with) * 8;
             semaphores.push(Semaphore {
-                inbound: ranks[rank as usize].inbound.addr() + word(peer),
-                outbound: ranks[peer as usize].inbound.addr() + word(rank),
+                inbound: ranks[rank as usize].inbound.addr() + word(peer) * LINE as u64 / 8,
+                outbound: ranks[peer as usize].inbound.addr() + word(rank) * LINE as u64 / 8,
                 expected: ranks[rank as usize].expected.addr() + word(peer),
                 peer,
                 channel: 0,
@@ -652,10 +655,10 @@ fn blocks_of_a_rank_meet_at_barriers() {
 fn a_scrub_clears_the_half_of_its_epoch_and_nothing_else() {
     // One launch at a time, so that what is left can be looked at.
     for (epoch, scrubbed) in [
-        ((1 << 30) - 1, None),
-        (1 << 30, Some(0)),
-        ((1 << 30) + 1, Some(1)),
-        ((1 << 30) + 2, None),
+        ((1 << 18) - 1, None),
+        (1 << 18, Some(0)),
+        ((1 << 18) + 1, Some(1)),
+        ((1 << 18) + 2, None),
     ] {
         let job = Job {
             epoch,
@@ -673,7 +676,10 @@ fn a_scrub_clears_the_half_of_its_epoch_and_nothing_else() {
                     assert_eq!(cleared, half);
                     assert!((0..half_words).all(|i| rank.packets.word(half * half_words + i) == 0));
                 }
-                None => assert_eq!(word >> 32, u64::from(flag_of(epoch))),
+                None => assert_eq!(
+                    word >> 32,
+                    u64::from(flag_of(epoch, job.elements(0) as u64 * 4))
+                ),
             }
         }
     }
@@ -689,7 +695,7 @@ fn alone(plan: impl Fn(&Job, u32) -> Plan, stale: &[u64]) -> Vec<Rank> {
         for word in 0..4 * HALF / 8 {
             if (word < 2 * HALF / 8) == (epoch % 2 == 0) {
                 // SAFETY: a word of the packet memory.
-                unsafe { Raw.store(packets + word * 8, u64::from(flag_of(epoch)) << 32) };
+                unsafe { Raw.store(packets + word * 8, u64::from(flag_of(epoch, 64)) << 32) };
             }
         }
     }
@@ -726,5 +732,42 @@ fn an_execution_that_was_stopped_does_not_count() {
             (0, 0)
         );
         assert!(ranks.iter().all(Rank::intact));
+    }
+}
+
+#[test]
+fn signals_tell_a_call_of_another_size_on_both_sides() {
+    let job = BASIC;
+    for plan in [two_shot, two_shot_staged] {
+        // Epochs whose low bits are 0 are no exception.
+        for epoch in [1, 2, 1 << 16] {
+            let mut ranks: Vec<_> = (0..2).map(|_| Rank::new(2, epoch)).collect();
+            let tables: Vec<_> = (0..2)
+                .map(|r| tables(&plan(&job, r), r, &mut ranks, 2, 4))
+                .collect();
+            let launches: Vec<_> = ranks
+                .iter_mut()
+                .zip([64, 32])
+                .map(|(rank, bytes)| Launch {
+                    input: rank.input.addr(),
+                    output: rank.output.addr(),
+                    input_offset: 0,
+                    output_offset: 0,
+                    bytes,
+                })
+                .collect();
+            std::thread::scope(|scope| {
+                for (table, launch) in tables.iter().zip(&launches) {
+                    let program = table.program;
+                    scope.spawn(move || {
+                        let reducer = HostReducer::new(DataType::I32, ReduceOp::Sum);
+                        let block = HostBlock::ALONE;
+                        // SAFETY: the tables are laid out for these buffers.
+                        let outcome = unsafe { run_block(&block, &reducer, &program, launch, 0) };
+                        assert_eq!(outcome, Err(Stopped::Mismatch));
+                    });
+                }
+            });
+        }
     }
 }

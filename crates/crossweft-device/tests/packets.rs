@@ -4,8 +4,8 @@ mod common;
 
 use common::{GUARD, Guarded, HostBlock, Random};
 use crossweft_device::packet::{
-    WORD, copy_from_packets, copy_to_packets, flag_of, forward_packets, is_scrub_epoch,
-    read_packet, read_packet_once, write_packet,
+    WORD, copy_from_packets, copy_to_packets, flag_of, forward_packets, is_of_other_size,
+    is_scrub_epoch, read_packet, read_packet_once, write_packet,
 };
 use crossweft_device::{Raw, Site, Stopped, WaitKind};
 use proptest::prelude::*;
@@ -82,14 +82,33 @@ proptest! {
 
     #[test]
     fn flags_are_never_zero_and_change_from_epoch_to_epoch(
-        epoch in prop_oneof![1_u64..10, (1_u64 << 32) - 10..(1 << 32) + 10, 1..u64::MAX - 2],
+        epoch in prop_oneof![1_u64..10, (1_u64 << 20) - 10..(1 << 20) + 10, 1..u64::MAX - 2],
+        bytes: u64,
+        earlier: u64,
     ) {
-        let flag = flag_of(epoch);
+        let flag = flag_of(epoch, bytes);
         prop_assert_ne!(flag, 0);
         prop_assert_eq!(u64::from(flag) & 1, epoch & 1);
-        prop_assert_ne!(flag, flag_of(epoch + 1));
-        prop_assert_ne!(flag, flag_of(epoch + 2));
+        prop_assert_ne!(flag, flag_of(epoch + 1, earlier));
+        prop_assert_ne!(flag, flag_of(epoch + 2, earlier));
+        // Another size is told from another epoch.
+        let other = flag_of(epoch, earlier);
+        prop_assert_eq!(is_of_other_size(flag, other), flag != other);
+        prop_assert!(!is_of_other_size(flag, flag_of(epoch + 1, earlier)));
+        prop_assert!(!is_of_other_size(flag, 0));
     }
+}
+
+#[test]
+fn sizes_that_differ_a_little_have_different_flags() {
+    let mut same = 0;
+    for bytes in 0..4096_u64 {
+        for other in [bytes + 1, bytes + 2, bytes + 4, bytes + 8, bytes * 2 + 4] {
+            same += u32::from(flag_of(7, bytes) == flag_of(7, other));
+        }
+    }
+    // 12 bits: one in 4096 by chance.
+    assert!(same <= 20, "{same} of 20480");
 }
 
 #[test]
@@ -128,28 +147,26 @@ fn a_missing_packet_ends_the_copy_where_it_is_missing() {
 
 #[test]
 fn flags_wrap_over_zero() {
-    let top = (1_u64 << 32) - 2;
-    assert_eq!(flag_of(1), 1);
-    assert_eq!(flag_of(top), u32::MAX - 1);
-    assert_eq!(flag_of(top + 1), 1);
-    assert_eq!(flag_of(top + 2), 2);
+    let top = (1_u64 << 20) - 2;
+    assert_eq!(flag_of(1, 0), 1);
+    assert_eq!(flag_of(top, 0), (1 << 20) - 2);
+    assert_eq!(flag_of(top + 1, 0), 1);
+    assert_eq!(flag_of(top + 2, 0), 2);
 }
 
 #[test]
 fn each_half_is_scrubbed_twice_between_two_uses_of_a_flag() {
-    // Scrub epochs are sparse: look around the multiples of 2^29, and be sure there are no others.
-    let near: Vec<u64> = (0..8_u64)
-        .flat_map(|k| (0..8).map(move |i| (k << 29) + i))
-        .filter(|&epoch| is_scrub_epoch(epoch))
-        .collect();
+    // Flags repeat after nearly 2^20 epochs.
     for half in 0..2 {
-        let in_half = near.iter().filter(|&&epoch| epoch & 1 == half);
-        let expected: Vec<_> = (0..4).map(|k| (k << 30) + half).collect();
-        assert!(in_half.eq(&expected));
+        let scrubs: Vec<u64> = (0..1 << 20)
+            .filter(|&epoch| epoch & 1 == half && is_scrub_epoch(epoch))
+            .collect();
+        let expected: Vec<_> = (0..4).map(|k| (k << 18) + half).collect();
+        assert_eq!(scrubs, expected);
     }
     let mut random = Random(4);
     for _ in 0..100_000 {
         let epoch = random.next();
-        assert_eq!(is_scrub_epoch(epoch), epoch % (1 << 30) < 2);
+        assert_eq!(is_scrub_epoch(epoch), epoch % (1 << 18) < 2);
     }
 }

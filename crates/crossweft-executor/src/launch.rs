@@ -2,8 +2,8 @@
 //! `unsafe` of this crate.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crossweft_channel::Guard;
@@ -120,23 +120,33 @@ impl Prepared {
             output_offset,
             bytes,
         };
-        let guard = Guard::new(&self.endpoint, limit);
+        let guard = Guard::new(&self.endpoint, limit).of_call(&self.call);
         // Launches of one plan follow one another, whichever threads they come from.
-        let mut grid = self.grid.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(mut grid) = self.grid.take(limit) else {
+            return Err(self.usage(format!("another launch of it still runs after {limit:?}")));
+        };
         if self.poisoned.load(Ordering::Relaxed) {
             let (plan, rank) = (self.name.clone(), self.program.rank);
             return Err(ExecutorError::Poisoned { plan, rank });
         }
+        self.call.begin(&self.endpoint, bytes);
         let result = grid.launch(&self.endpoint.context(&guard), &|block, index| {
             // SAFETY: the program was prepared for this process, its tables live in `self`, the
             // grid runs each block once and launches follow one another; the caller vouches for
             // the buffers.
             unsafe { run_block(block, &self.reducer, &self.program, &launch, index) }
         });
-        result.map_err(|interrupted| {
-            self.poisoned.store(true, Ordering::Relaxed);
-            self.explain(&interrupted, &guard)
-        })
+        // A failed call stays on the board: the peers are still to read it.
+        match result {
+            Ok(()) => {
+                self.call.end(&self.endpoint);
+                Ok(())
+            }
+            Err(interrupted) => {
+                self.poisoned.store(true, Ordering::Relaxed);
+                Err(self.explain(&interrupted, &guard))
+            }
+        }
     }
 
     fn explain(&self, interrupted: &Interrupted, guard: &Guard<'_>) -> ExecutorError {

@@ -12,6 +12,7 @@ mod error;
 mod launch;
 mod prepared;
 mod tables;
+mod turn;
 
 pub use crossweft_hal::cpu::{Schedule, Stream};
 pub use error::ExecutorError;

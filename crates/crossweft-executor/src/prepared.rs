@@ -2,11 +2,10 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use crossweft_channel::{ChannelError, Endpoint, RegisteredMemory};
+use crossweft_channel::{CallLine, ChannelError, Endpoint, RegisteredMemory};
 use crossweft_device::program::Program;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
@@ -17,6 +16,7 @@ use crossweft_plan::{Collective, InPlace, Plan};
 use crate::ExecutorError;
 use crate::launch::RawBuffers;
 use crate::tables::{Channels, Memories, Tables};
+use crate::turn::Turn;
 
 /// Where the caller's buffers will be.
 #[derive(Clone, Debug)]
@@ -74,7 +74,8 @@ pub struct Prepared {
     pub(crate) op_names: Vec<Vec<&'static str>>,
     pub(crate) reducer: HostReducer,
     pub(crate) program: Program,
-    pub(crate) grid: Mutex<Grid>,
+    pub(crate) grid: Turn<Grid>,
+    pub(crate) call: CallLine,
     pub(crate) poisoned: AtomicBool,
     options: Options,
     shape: Shape,
@@ -115,6 +116,9 @@ impl Prepared {
         endpoint
             .agree(&statement(plan, &options), &what, deadline)
             .map_err(channel)?;
+        // Every rank takes the next number, whether or not it can go on.
+        let Options { dtype, op, .. } = options;
+        let call = endpoint.call_line(&format!("{}, {dtype} {op}", plan.name));
         check_fit(plan, endpoint.world_size(), &options)?;
 
         let (scratch_half, scratch) = plan
@@ -161,7 +165,8 @@ impl Prepared {
                 .collect(),
             reducer: reducer(options.dtype, options.op),
             program: tables.program(plan, rank, halves, element),
-            grid: Mutex::new(grid),
+            grid: Turn::new(grid),
+            call,
             poisoned: AtomicBool::new(false),
             options,
             shape: Shape::new(plan, rank),

@@ -23,6 +23,7 @@ pub(crate) fn run(
     options: &AllReduce,
     communicator: &Communicator,
     started_as: &str,
+    machine: &str,
 ) -> Result<u64, CollectiveError> {
     let sizes = options.sizes();
     let max = sizes.iter().copied().max().unwrap_or(0);
@@ -39,7 +40,7 @@ pub(crate) fn run(
     let header = Header::new(
         options,
         world_size,
-        started_as,
+        (started_as, machine),
         all_reduce.selector().to_string(),
     );
     let mut printer = Printer::new(options, communicator.rank(), header, sizes.len());

@@ -23,9 +23,11 @@ pub(crate) enum Collective {
 /// Runs a benchmark: the whole job, or one rank of it.
 pub(crate) fn run(collective: &Collective) -> Exit {
     let Collective::AllReduce(options) = collective;
+    // Here, because a rank that is bound sees a single core.
+    let machine = crate::doctor::machine_name();
     let result = options.check().map_err(JobError::Usage).and_then(|()| {
         job::run(&options.job(), |communicator, started_as| {
-            measure::run(options, communicator, started_as)
+            measure::run(options, communicator, started_as, &machine)
         })
     });
     result.unwrap_or_else(|error| {

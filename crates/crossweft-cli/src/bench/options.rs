@@ -49,6 +49,9 @@ pub(crate) struct AllReduce {
     /// Timed calls of each size; by default fewer for larger sizes.
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) iters: Option<u32>,
+    /// Leave it to the system which cores the ranks run on, instead of binding each to one.
+    #[arg(long)]
+    pub(crate) no_bind: bool,
     /// Seed of the test data.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
@@ -118,6 +121,7 @@ impl AllReduce {
                 },
             },
             timeout: Duration::from_secs(self.timeout),
+            bind: !self.no_bind,
             arguments: &[],
         }
     }

@@ -115,14 +115,19 @@ pub(crate) struct Header {
 
 impl Header {
     /// The facts of a run.
-    pub(crate) fn new(options: &AllReduce, ranks: u32, started_as: &str, chosen: String) -> Self {
+    pub(crate) fn new(
+        options: &AllReduce,
+        ranks: u32,
+        (started_as, machine): (&str, &str),
+        chosen: String,
+    ) -> Self {
         Self {
             collective: "all_reduce",
             version: env!("CARGO_PKG_VERSION"),
             device: "cpu",
             ranks,
             started_as: started_as.to_owned(),
-            machine: crate::doctor::machine_name(),
+            machine: machine.to_owned(),
             in_place: options.in_place,
             buffers: match options.buffers {
                 Buffers::Symmetric => "symmetric",

@@ -137,6 +137,7 @@ fn try_run(options: &Run) -> Result<Exit, RunError> {
         },
         timeout: Duration::from_secs(options.timeout),
         // Checked here, once for all.
+        bind: false,
         arguments: &["--unchecked"],
     };
     Ok(job::run(&job, |communicator, _| task.rank(communicator))?)

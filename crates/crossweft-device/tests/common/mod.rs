@@ -63,6 +63,10 @@ impl Block for HostBlock<'_> {
         Ok(())
     }
 
+    fn refuse(&self, _waiting: &Waiting) -> Stopped {
+        Stopped::Mismatch
+    }
+
     fn wake(&self, _peer: u32) {}
 }
 

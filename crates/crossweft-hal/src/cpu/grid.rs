@@ -107,6 +107,23 @@ impl Block for HostBlock<'_> {
         }
     }
 
+    #[cold]
+    fn refuse(&self, waiting: &Waiting) -> Stopped {
+        let waiting = *waiting;
+        match &self.mode {
+            Mode::Alone { interrupted, .. } => interrupted.set(Some(Interrupted {
+                stopped: Stopped::Mismatch,
+                waiting,
+                block: 0,
+            })),
+            Mode::Coroutine { yielder, .. } => {
+                // Comes back with the order to stop.
+                yielder.suspend(Event::Refused(waiting));
+            }
+        }
+        Stopped::Mismatch
+    }
+
     #[inline(always)]
     fn wake(&self, peer: u32) {
         if let Some(bell) = self.context.peers.get(peer as usize) {
@@ -155,6 +172,8 @@ enum Event {
     Parked(Result<(), Stopped>),
     Checkpoint,
     Waiting(Waiting),
+    /// A peer makes another call.
+    Refused(Waiting),
 }
 
 /// Coroutines and their stacks for a number of blocks, made once; launches allocate nothing.
@@ -325,6 +344,13 @@ impl Grid {
                     }
                 }
                 Event::Checkpoint => vain = 0,
+                Event::Refused(waiting) => {
+                    interrupted.get_or_insert(Interrupted {
+                        stopped: Stopped::Mismatch,
+                        waiting,
+                        block,
+                    });
+                }
                 Event::Waiting(waiting) if waiting.spins == 0 => {
                     vain = 0;
                     idle.reset();

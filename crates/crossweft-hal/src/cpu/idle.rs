@@ -37,14 +37,23 @@ impl Bell {
     }
 
     fn words(&self) -> (&AtomicU32, &AtomicU32) {
+        (self.word(0), self.word(1))
+    }
+
+    fn word(&self, index: usize) -> &AtomicU32 {
         let words = self.addr as *mut u32;
-        // SAFETY: promised at construction.
-        unsafe {
-            (
-                AtomicU32::from_ptr(words),
-                AtomicU32::from_ptr(words.add(1)),
-            )
-        }
+        // SAFETY: promised at construction; a bell has room for 16 words.
+        unsafe { AtomicU32::from_ptr(words.add(index)) }
+    }
+
+    /// Notes the core that the owner runs on.
+    fn note_core(&self, core: u32) {
+        self.word(2).store(core.wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// Whether the owner was on `core` when it last looked.
+    fn was_on(&self, core: u32) -> bool {
+        self.word(2).load(Ordering::Relaxed) == core.wrapping_add(1)
     }
 
     /// Wakes the owner if it sleeps. One load of a shared line if it does not. There is no fence,
@@ -105,6 +114,27 @@ const YIELDS: u32 = 256;
 /// Longest sleep: the price of a missed ring.
 const SLEEP_NANOSECONDS: i64 = 500_000;
 
+/// Looks in vain after which a rank asks itself whether it keeps the core from the very peer it
+/// waits for: some microseconds, longer than most waits.
+const LOOK_AROUND: u32 = 128;
+
+impl Context<'_> {
+    /// Whether `peer` waits on this very core too, as far as it is known. The scheduler leaves two
+    /// ranks that only ever yield where they are, each using up its spins while the other is due;
+    /// a rank that sleeps is woken on a free core.
+    #[cold]
+    fn shares_core(&self, peer: u32) -> bool {
+        let (Some(own), Some(peer)) = (self.bell, self.peers.get(peer as usize)) else {
+            return false;
+        };
+        let Ok(core) = u32::try_from(rustix::thread::sched_getcpu()) else {
+            return false;
+        };
+        own.note_core(core);
+        peer.addr != own.addr && peer.was_on(core)
+    }
+}
+
 /// The state of one idle period.
 #[derive(Debug, Default)]
 pub(super) struct Idle {
@@ -127,6 +157,9 @@ impl Idle {
         self.rounds.set(rounds.saturating_add(1));
         let spins = if context.spin { SPINS } else { SPINS_SHARED };
         if rounds < spins {
+            if rounds == LOOK_AROUND && context.shares_core(waiting.site.peer) {
+                self.rounds.set(spins + YIELDS);
+            }
             if rounds % CHECK_EVERY == CHECK_EVERY - 1 {
                 context.supervisor.check(waiting, block)?;
             }

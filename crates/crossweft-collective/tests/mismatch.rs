@@ -1,0 +1,109 @@
+//! Ranks that make different calls: each is told what the other does, long before its deadline.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::time::{Duration, Instant};
+
+use crossweft_collective::{
+    Algorithm, AllReduceOptions, CollectiveError, Communicator, CommunicatorOptions, DataType,
+    ReduceOp, run_in_threads,
+};
+
+const RANKS: u32 = 3;
+
+/// What each rank says of calls that differ between ranks. Nobody may wait for the deadline.
+fn errors(
+    rank_main: impl Fn(&Communicator) -> Result<String, CollectiveError> + Sync,
+) -> Vec<String> {
+    let started = Instant::now();
+    let options = CommunicatorOptions {
+        timeout: Duration::from_secs(120),
+    };
+    let errors = run_in_threads(RANKS, options, rank_main).unwrap();
+    assert!(started.elapsed() < Duration::from_secs(60));
+    errors
+}
+
+fn assert_words(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "`{text}` does not contain `{word}`");
+    }
+}
+
+#[test]
+fn another_size_is_named_on_both_sides_whatever_the_algorithm() {
+    for algorithm in Algorithm::ALL {
+        for (odd, usual) in [(8, 16), (4096, 4100), (1 << 20, 64)] {
+            let errors = errors(|communicator| {
+                let buffer = communicator.allocate(1 << 20)?;
+                let options = AllReduceOptions::new(DataType::F32, ReduceOp::Sum, 1 << 20)
+                    .symmetric(&buffer, &buffer)
+                    .algorithm(algorithm);
+                let all_reduce = communicator.all_reduce(options)?;
+                // The first call is the same everywhere.
+                all_reduce.run_symmetric(0, 0, 256)?;
+                let bytes = if communicator.rank() == 1 { odd } else { usual };
+                Ok(all_reduce
+                    .run_symmetric(0, 0, bytes)
+                    .unwrap_err()
+                    .to_string())
+            });
+            let (odd, usual) = (format!("{odd} bytes"), format!("{usual} bytes"));
+            let own = |rank| format!("rank {rank}, plan `{algorithm}`");
+            // Ranks 0 and 2 agree with each other, so only rank 1 can be blamed.
+            assert_words(&errors[1], &[&own(1), "different calls", &odd, &usual]);
+            assert_words(&errors[0], &[&own(0), "rank 1 has", &odd, &usual]);
+            assert_words(&errors[2], &[&own(2), "rank 1 has", &odd, &usual]);
+        }
+    }
+}
+
+#[test]
+fn another_collective_is_named_on_both_sides() {
+    let errors = errors(|communicator| {
+        let options =
+            |dtype, op| AllReduceOptions::new(dtype, op, 64).algorithm(Algorithm::TwoShotStaged);
+        let sum = communicator.all_reduce(options(DataType::F32, ReduceOp::Sum))?;
+        let max = communicator.all_reduce(options(DataType::Bf16, ReduceOp::Max))?;
+        sum.run_in_place(&mut [0; 64])?;
+        max.run_in_place(&mut [0; 64])?;
+        let call = if communicator.rank() == 1 { max } else { sum };
+        Ok(call.run_in_place(&mut [0; 64]).unwrap_err().to_string())
+    });
+    assert_words(
+        &errors[0],
+        &[
+            "rank 1 is in call 2 of plan 1 (two-shot-staged, bf16 max) with 64 bytes",
+            "this rank is in call 2 of plan 0 (two-shot-staged, f32 sum) with 64 bytes",
+        ],
+    );
+    assert_words(
+        &errors[1],
+        &["is in call 2 of plan 0", "this rank is in call 2 of plan 1"],
+    );
+    assert_words(&errors[2], &["is in call 2 of plan"]);
+}
+
+#[test]
+fn at_the_deadline_it_is_said_what_the_peer_was_doing() {
+    let options = CommunicatorOptions {
+        timeout: Duration::from_secs(2),
+    };
+    let errors = run_in_threads(2, options, |communicator| {
+        let options = AllReduceOptions::new(DataType::F32, ReduceOp::Sum, 64);
+        let all_reduce = communicator.all_reduce(options)?;
+        all_reduce.run_in_place(&mut [0; 64])?;
+        if communicator.rank() == 1 {
+            std::thread::sleep(Duration::from_secs(4));
+            return Ok(String::new());
+        }
+        Ok(all_reduce
+            .run_in_place(&mut [0; 64])
+            .unwrap_err()
+            .to_string())
+    })
+    .unwrap();
+    assert_words(
+        &errors[0],
+        &["rank 1 has not begun this call: it made 1 of its kind, this is number 2"],
+    );
+}
