@@ -237,7 +237,9 @@ fn spawn(options: &JobOptions) -> Result<Exit, JobError> {
             }
         }
         if failed.is_some_and(|at| at.elapsed() > GRACE) {
-            eprintln!("error: ending the ranks that are left, {GRACE:?} after one has failed");
+            crate::complain(&format!(
+                "error: ending the ranks that are left, {GRACE:?} after one has failed"
+            ));
             break;
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -252,7 +254,7 @@ fn judge(rank: u32, status: ExitStatus) -> Exit {
     match (status.code(), status.signal()) {
         (Some(code), _) => Exit::from_code(code),
         (None, Some(signal)) => {
-            eprintln!("error: rank {rank} was killed by signal {signal}");
+            crate::complain(&format!("error: rank {rank} was killed by signal {signal}"));
             Exit::Lost
         }
         (None, None) => Exit::Lost,

@@ -97,6 +97,13 @@ fn main() -> ExitCode {
     }
 }
 
+/// To standard error, in one piece: ranks share it.
+pub(crate) fn complain(text: &str) {
+    let _ = std::io::stderr()
+        .lock()
+        .write_all(format!("{text}\n").as_bytes());
+}
+
 /// To standard output; a reader that closed it early has seen enough.
 pub(crate) fn print_line(text: &str) {
     let mut out = std::io::stdout().lock();

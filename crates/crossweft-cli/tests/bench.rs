@@ -60,7 +60,7 @@ fn the_main_job_prints_a_right_table_for_two_ranks() {
     let output = run("bench all-reduce --max 64K");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let table = text(&output.stdout);
-    assert!(table.contains("2 ranks (processes) on cpu"), "{table}");
+    assert!(table.contains("2 ranks (processes"), "{table}");
     assert!(table.contains("# chosen: one-shot up to"), "{table}");
     let header = table.lines().find(|line| line.contains("busbw")).unwrap();
     for column in [
@@ -102,7 +102,9 @@ fn processes_and_threads_of_several_numbers() {
             } else {
                 "threads"
             };
-            assert_eq!(report["started_as"], started);
+            // Where there are cores enough, it also says that processes are bound.
+            let said = report["started_as"].as_str().unwrap();
+            assert!(said.starts_with(started), "{said}");
         }
     }
 }

@@ -1,4 +1,4 @@
-use crossweft_channel::ChannelError;
+use crossweft_channel::{ChannelError, StopCause};
 use crossweft_executor::ExecutorError;
 use crossweft_hal::HalError;
 use crossweft_net::NetError;
@@ -63,10 +63,10 @@ impl CollectiveError {
                 }
             }
             Self::Net(source) => lost_or_late(source),
-            Self::Executor(error) => matches!(
-                error,
-                ExecutorError::Interrupted { .. } | ExecutorError::Poisoned { .. }
-            ),
+            Self::Executor(ExecutorError::Interrupted { cause, .. }) => {
+                !matches!(**cause, StopCause::Mismatch { .. })
+            }
+            Self::Executor(error) => matches!(error, ExecutorError::Poisoned { .. }),
             _ => false,
         }
     }

@@ -90,7 +90,7 @@ pub enum ExecutorError {
         /// What for, from whom, and what was seen instead.
         waited_for: String,
         /// Why it ended.
-        cause: StopCause,
+        cause: Box<StopCause>,
     },
     /// An earlier launch was ended, so this plan's counters are out of step with its peers'.
     #[error(

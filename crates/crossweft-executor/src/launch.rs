@@ -170,7 +170,7 @@ impl Prepared {
             block,
             op,
             waited_for: Guard::describe(&waiting),
-            cause: guard.cause(stopped, &waiting),
+            cause: Box::new(guard.cause(stopped, &waiting)),
         }
     }
 }

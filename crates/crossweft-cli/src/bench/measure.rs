@@ -191,11 +191,11 @@ impl Bench<'_> {
         let mismatches = check_all_reduce(pattern, dtype, op, seed, world_size, &result);
         if let Some(first) = mismatches.first {
             let rank = self.communicator.rank();
-            eprintln!(
+            crate::complain(&format!(
                 "rank {rank}: {bytes} bytes, {pattern:?} inputs: {} wrong, first at element {}: \
                  {} instead of {}",
                 mismatches.wrong, first.index, first.got, first.expected
-            );
+            ));
         }
         // The same bits on every rank.
         let bits = fingerprint(&result).to_le_bytes();

@@ -31,7 +31,7 @@ pub(crate) fn run(collective: &Collective) -> Exit {
         })
     });
     result.unwrap_or_else(|error| {
-        eprintln!("error: {error}");
+        crate::complain(&format!("error: {error}"));
         error.exit()
     })
 }

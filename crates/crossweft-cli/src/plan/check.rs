@@ -123,7 +123,7 @@ fn one(file: &Path) -> (Exit, Report) {
             report.diagnostics = vec![Fault::of_structure(&source)];
         }
         Err(error) => {
-            eprintln!("error: {error}");
+            crate::complain(&format!("error: {error}"));
             report.error = Some(error.to_string());
             return (Exit::Usage, report);
         }

@@ -40,7 +40,7 @@ pub(super) fn run(options: &Convert) -> Exit {
     match convert(options) {
         Ok(()) => Exit::Ok,
         Err(error) => {
-            eprintln!("error: {error}");
+            crate::complain(&format!("error: {error}"));
             Exit::Usage
         }
     }

@@ -77,7 +77,13 @@ enum RunError {
         more: String,
     },
     #[error("{0}")]
-    Job(#[from] JobError),
+    Job(Box<JobError>),
+}
+
+impl From<JobError> for RunError {
+    fn from(error: JobError) -> Self {
+        Self::Job(Box::new(error))
+    }
 }
 
 impl RunError {
@@ -92,7 +98,7 @@ impl RunError {
 
 pub(super) fn run(options: &Run) -> Exit {
     try_run(options).unwrap_or_else(|error| {
-        eprintln!("error: {error}");
+        crate::complain(&format!("error: {error}"));
         error.exit()
     })
 }
@@ -293,10 +299,10 @@ impl<'a> Task<'a> {
             _ => Mismatches::default(),
         };
         if let Some(first) = mismatches.first {
-            eprintln!(
+            crate::complain(&format!(
                 "rank {rank}: {pattern:?} inputs: {} wrong, first at element {}: {} instead of {}",
                 mismatches.wrong, first.index, first.got, first.expected
-            );
+            ));
         }
         mismatches.wrong
     }

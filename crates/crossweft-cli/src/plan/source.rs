@@ -67,7 +67,7 @@ impl Source {
     /// Says what is odd about the file.
     pub(super) fn warn(&self, path: &Path) {
         for warning in &self.warnings {
-            eprintln!("warning: {}: {warning}", path.display());
+            crate::complain(&format!("warning: {}: {warning}", path.display()));
         }
     }
 }
