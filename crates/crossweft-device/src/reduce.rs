@@ -103,9 +103,9 @@ mod host {
     pub enum Isa {
         /// What every machine of the target has.
         Baseline,
-        /// AVX2.
+        /// AVX2 and F16C.
         Avx2,
-        /// AVX-512 F, BW, DQ and VL.
+        /// AVX-512 F, BW, DQ and VL, and F16C.
         Avx512,
     }
 
@@ -167,6 +167,8 @@ mod host {
                 DataType::U32 => Self::of::<u32>(op, isa),
                 DataType::I64 => Self::of::<i64>(op, isa),
                 DataType::U64 => Self::of::<u64>(op, isa),
+                #[cfg(target_arch = "x86_64")]
+                DataType::F16 if !matches!(isa, Isa::Baseline) => Self::of_f16(op),
                 DataType::F16 => Self::of::<F16>(op, isa),
                 DataType::Bf16 => Self::of::<Bf16>(op, isa),
                 DataType::F32 => Self::of::<f32>(op, isa),
@@ -183,6 +185,30 @@ mod host {
                 ReduceOp::Min => Self::with::<E, Min>(false, isa),
                 ReduceOp::Max => Self::with::<E, Max>(false, isa),
                 ReduceOp::Avg => Self::with::<E, Sum>(true, isa),
+            }
+        }
+
+        /// Halves with the machine's own conversions, which both instruction sets have.
+        #[cfg(target_arch = "x86_64")]
+        const fn of_f16(op: ReduceOp) -> Self {
+            match op {
+                ReduceOp::Sum => Self::with_f16c::<Sum>(false),
+                ReduceOp::Prod => Self::with_f16c::<Prod>(false),
+                ReduceOp::Min => Self::with_f16c::<Min>(false),
+                ReduceOp::Max => Self::with_f16c::<Max>(false),
+                ReduceOp::Avg => Self::with_f16c::<Sum>(true),
+            }
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        const fn with_f16c<C: f16c::CombineEight>(average: bool) -> Self {
+            Self {
+                element: size_of::<F16>() as u64,
+                average,
+                first: f16c::first,
+                next: f16c::next::<C>,
+                last: f16c::last,
+                pair: f16c::pair::<C>,
             }
         }
 
@@ -356,6 +382,146 @@ mod host {
                 k += 1;
             }
             Ok(())
+        }
+    }
+
+    /// The leaves of halves, eight at a time: compilers do not find these conversions by themselves.
+    #[cfg(target_arch = "x86_64")]
+    mod f16c {
+        use core::arch::x86_64::{
+            __m128i, __m256, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128,
+            _mm_storeu_si128, _mm256_add_ps, _mm256_blendv_ps, _mm256_cmp_ps, _mm256_cvtph_ps,
+            _mm256_cvtps_ph, _mm256_div_ps, _mm256_loadu_ps, _mm256_max_ps, _mm256_min_ps,
+            _mm256_mul_ps, _mm256_set1_ps, _mm256_storeu_ps,
+        };
+
+        use super::{Combine, F16};
+        const WIDTH: usize = 8;
+
+        /// # Safety
+        /// `src` must be valid for eight elements.
+        #[inline]
+        #[target_feature(enable = "avx2,f16c")]
+        unsafe fn load(src: u64) -> __m256 {
+            // SAFETY: the caller's promise.
+            _mm256_cvtph_ps(unsafe { _mm_loadu_si128(src as *const __m128i) })
+        }
+
+        /// # Safety
+        /// `dst` must be valid for eight elements.
+        #[inline]
+        #[target_feature(enable = "avx2,f16c")]
+        unsafe fn store(dst: u64, acc: __m256) {
+            // Every NaN becomes the same one, as in `Element::store`.
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(acc, acc);
+            let acc = _mm256_blendv_ps(acc, _mm256_set1_ps(f32::NAN), nan);
+            let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(acc);
+            // SAFETY: the caller's promise.
+            unsafe { _mm_storeu_si128(dst as *mut __m128i, halves) };
+        }
+
+        /// `Element::div` of eight.
+        #[inline]
+        #[target_feature(enable = "avx2,f16c")]
+        fn divide(acc: __m256, divisor: u32) -> __m256 {
+            match divisor {
+                0 => acc,
+                _ => _mm256_div_ps(acc, _mm256_set1_ps(divisor as f32)),
+            }
+        }
+
+        /// `Combine::combine` of eight.
+        pub(super) trait CombineEight: Combine {
+            /// # Safety
+            /// The machine must have AVX.
+            unsafe fn combine(a: __m256, b: __m256) -> __m256;
+        }
+
+        macro_rules! combine_eight {
+            ($($name:ident, |$a:ident, $b:ident| $body:expr);* $(;)?) => { $(
+                impl CombineEight for super::$name {
+                    #[inline]
+                    #[target_feature(enable = "avx2,f16c")]
+                    unsafe fn combine($a: __m256, $b: __m256) -> __m256 { $body }
+                }
+            )* };
+        }
+
+        // The instructions for minimum and maximum return the second operand if one is a NaN.
+        combine_eight! {
+            Sum, |a, b| _mm256_add_ps(a, b);
+            Prod, |a, b| _mm256_mul_ps(a, b);
+            Min, |a, b| _mm256_blendv_ps(_mm256_min_ps(b, a), b, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a));
+            Max, |a, b| _mm256_blendv_ps(_mm256_max_ps(b, a), b, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a));
+        }
+
+        /// As [`super::first`].
+        #[target_feature(enable = "avx2,f16c")]
+        pub(super) unsafe fn first(acc: u64, src: u64, n: usize) {
+            let mut i = 0;
+            // SAFETY: the caller's promise, for the whole of each eight and for the tail.
+            unsafe {
+                while i + WIDTH <= n {
+                    _mm256_storeu_ps((acc as *mut f32).add(i), load(src + 2 * i as u64));
+                    i += WIDTH;
+                }
+                super::first::<F16>(acc + 4 * i as u64, src + 2 * i as u64, n - i);
+            }
+        }
+
+        /// As [`super::next`].
+        #[target_feature(enable = "avx2,f16c")]
+        pub(super) unsafe fn next<C: CombineEight>(acc: u64, src: u64, n: usize) {
+            let mut i = 0;
+            // SAFETY: as in `first`.
+            unsafe {
+                while i + WIDTH <= n {
+                    let at = (acc as *mut f32).add(i);
+                    let sum =
+                        <C as CombineEight>::combine(_mm256_loadu_ps(at), load(src + 2 * i as u64));
+                    _mm256_storeu_ps(at, sum);
+                    i += WIDTH;
+                }
+                super::next::<F16, C>(acc + 4 * i as u64, src + 2 * i as u64, n - i);
+            }
+        }
+
+        /// As [`super::last`].
+        #[target_feature(enable = "avx2,f16c")]
+        pub(super) unsafe fn last(dst: u64, acc: u64, n: usize, divisor: u32) {
+            let mut i = 0;
+            // SAFETY: as in `first`.
+            unsafe {
+                while i + WIDTH <= n {
+                    let sum = _mm256_loadu_ps((acc as *const f32).add(i));
+                    store(dst + 2 * i as u64, divide(sum, divisor));
+                    i += WIDTH;
+                }
+                super::last::<F16>(dst + 2 * i as u64, acc + 4 * i as u64, n - i, divisor);
+            }
+        }
+
+        /// As [`super::pair`].
+        #[target_feature(enable = "avx2,f16c")]
+        pub(super) unsafe fn pair<C: CombineEight>(
+            dst: u64,
+            a: u64,
+            b: u64,
+            n: usize,
+            divisor: u32,
+        ) {
+            let mut i = 0;
+            // SAFETY: as in `first`; eight are read before they are written, so `dst` may be a source.
+            unsafe {
+                while i + WIDTH <= n {
+                    let at = 2 * i as u64;
+                    let sum = <C as CombineEight>::combine(load(a + at), load(b + at));
+                    store(dst + at, divide(sum, divisor));
+                    i += WIDTH;
+                }
+                let at = 2 * i as u64;
+                super::pair::<F16, C>(dst + at, a + at, b + at, n - i, divisor);
+            }
         }
     }
 

@@ -12,10 +12,11 @@ pub fn isa() -> Isa {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl");
-        if avx512 {
+        let f16c = is_x86_feature_detected!("f16c");
+        if avx512 && f16c {
             return Isa::Avx512;
         }
-        if is_x86_feature_detected!("avx2") {
+        if is_x86_feature_detected!("avx2") && f16c {
             return Isa::Avx2;
         }
     }
