@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod conformance;
+mod kernels;
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -15,6 +16,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   ci      test, then lint
   conformance DIR
           check and run every plan file below DIR
+  kernels [--check]
+          compile the GPU kernels to PTX; or check the PTX that is committed
 ";
 
 fn main() -> ExitCode {
@@ -24,6 +27,8 @@ fn main() -> ExitCode {
         ["test"] => test(),
         ["loom"] => loom(),
         ["lint"] => lint(),
+        ["kernels"] => kernels::build(),
+        ["kernels", "--check"] => kernels::check(),
         ["conformance", folder] => conformance::run(folder),
         ["ci"] => test().and_then(|()| lint()),
         _ => Err(USAGE.to_owned()),

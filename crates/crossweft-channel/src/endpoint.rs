@@ -1,11 +1,13 @@
 //! One rank's end of a job.
 
 use std::collections::BTreeSet;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
 use crossweft_hal::cpu::{Bell, Context, SharedMemory, Supervisor, cores};
+use crossweft_hal::{Device, Memory};
 use crossweft_net::Group;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -18,6 +20,9 @@ use crate::{ChannelError, RegisteredMemory};
 #[derive(Debug)]
 pub struct Endpoint {
     group: Arc<Group>,
+    device: Device,
+    /// Ranks that compute on the same device as this one, itself included.
+    sharers: u32,
     registry: Arc<Registry>,
     next_key: AtomicU64,
     next_number: AtomicU32,
@@ -35,7 +40,7 @@ struct Bells {
     all: Vec<Bell>,
     own: Bell,
     /// What the bells and boards lie in, by rank, where it is mapped.
-    memory: Vec<Option<SharedMemory>>,
+    memory: Vec<Option<Memory>>,
 }
 
 impl Endpoint {
@@ -45,12 +50,28 @@ impl Endpoint {
     /// # Errors
     /// [`ChannelError`]: a peer died or was late, or there is no memory.
     pub fn new(group: Arc<Group>, deadline: Instant) -> Result<Arc<Self>, ChannelError> {
+        Self::on(Device::Cpu, group, deadline)
+    }
+
+    /// Sets up the end of a rank that computes on `device`, of the same kind as all others'.
+    /// Collective; blocks as [`new`](Self::new).
+    ///
+    /// # Errors
+    /// [`ChannelError::Mismatch`] if ranks use devices of different kinds; otherwise as for
+    /// [`new`](Self::new).
+    pub fn on(
+        device: Device,
+        group: Arc<Group>,
+        deadline: Instant,
+    ) -> Result<Arc<Self>, ChannelError> {
         let what = "setting up the endpoints";
+        let sharers = sharers(&group, &device, what, deadline)?;
         // The first bell is this rank's, the second stands in for ranks that cannot be woken.
         let control =
             SharedMemory::create(BOARD + Board::SIZE).map_err(ChannelError::memory(what))?;
         let own_rank = group.rank();
-        let mapped = share(&group, 0, &control, what, deadline);
+        let control = Memory::Cpu(control);
+        let mapped = share(&group, &Device::Cpu, (0, &control), what, deadline);
         let mapped = settle(&group, mapped, what, deadline);
         group.withdraw_fd(0);
         let (_, mapped) = mapped?;
@@ -79,6 +100,8 @@ impl Endpoint {
         let bells = Bells { all, own, memory };
         Ok(Arc::new(Self {
             group,
+            device,
+            sharers,
             registry: Arc::default(),
             next_key: AtomicU64::new(1),
             next_number: AtomicU32::new(0),
@@ -130,16 +153,19 @@ impl Endpoint {
     /// [`ChannelError`]; [`ChannelError::Mismatch`] if sizes differ between ranks.
     pub fn register(
         &self,
-        memory: SharedMemory,
+        memory: impl Into<Memory>,
         what: &str,
         deadline: Instant,
     ) -> Result<Arc<RegisteredMemory>, ChannelError> {
+        let memory = memory.into();
         self.agree(&format!("{} bytes", memory.bytes()), what, deadline)?;
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
-        let registered = share(&self.group, key, &memory, what, deadline).map(|(keys, peers)| {
-            let rank = self.rank();
-            RegisteredMemory::new(rank, memory, keys, peers, &self.registry)
-        });
+        let registered = share(&self.group, &self.device, (key, &memory), what, deadline).map(
+            |(keys, peers)| {
+                let rank = self.rank();
+                RegisteredMemory::new(rank, memory, keys, peers, &self.registry)
+            },
+        );
         let registered = settle(&self.group, registered, what, deadline);
         self.group.withdraw_fd(key);
         registered
@@ -171,7 +197,33 @@ impl Endpoint {
     }
 
     fn control(&self, rank: u32) -> Option<&SharedMemory> {
-        self.bells.memory.get(rank as usize)?.as_ref()
+        match self.bells.memory.get(rank as usize)?.as_ref()? {
+            Memory::Cpu(memory) => Some(memory),
+            _ => None,
+        }
+    }
+
+    /// What this rank computes on.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Number of ranks, this one included, that compute on the same device.
+    #[must_use]
+    pub fn sharers(&self) -> u32 {
+        self.sharers
+    }
+
+    /// Allocates memory on this rank's device that peers can map once it is
+    /// [registered](Self::register). Local.
+    ///
+    /// # Errors
+    /// [`ChannelError::Memory`].
+    pub fn allocate(&self, bytes: u64, what: &str) -> Result<Memory, ChannelError> {
+        self.device
+            .allocate(bytes)
+            .map_err(ChannelError::memory(what))
     }
 
     /// Cores that the ranks of this host may use, all together: launchers often bind each to one.
@@ -262,6 +314,35 @@ impl CallLine {
     }
 }
 
+/// How many ranks compute on `device`; all must be of one kind.
+fn sharers(
+    group: &Group,
+    device: &Device,
+    what: &str,
+    deadline: Instant,
+) -> Result<u32, ChannelError> {
+    let name = match device {
+        Device::Cuda(context) => {
+            let uuid = context.device().uuid();
+            uuid.map_err(|e| ChannelError::memory(what)(e.into()))?
+                .to_string()
+        }
+        _ => String::new(),
+    };
+    let own = (device.name().to_owned(), name);
+    let all: Vec<(String, String)> = exchange(group, &own, what, deadline)?;
+    match (0..).zip(&all).find(|(_, (kind, _))| *kind != own.0) {
+        None => Ok(all.iter().map(|theirs| u32::from(*theirs == own)).sum()),
+        Some((rank, (kind, _))) => Err(ChannelError::Mismatch {
+            what: what.to_owned(),
+            rank,
+            theirs: format!("its device is {kind}"),
+            own_rank: group.rank(),
+            ours: format!("its device is {}", own.0),
+        }),
+    }
+}
+
 /// How many cores the ranks of this host may use between them.
 fn local_cores(group: &Group, all: &[Vec<u32>]) -> usize {
     let local = (0..)
@@ -298,13 +379,14 @@ fn exchange<T: Serialize + DeserializeOwned>(
 /// ranks. The offer must stand until all have [settled](settle).
 fn share(
     group: &Group,
-    key: u64,
-    memory: &SharedMemory,
+    device: &Device,
+    (key, memory): (u64, &Memory),
     what: &str,
     deadline: Instant,
-) -> Result<(Vec<u64>, Vec<Option<SharedMemory>>), ChannelError> {
+) -> Result<(Vec<u64>, Vec<Option<Memory>>), ChannelError> {
+    let exported = memory.export().map_err(ChannelError::memory(what))?;
     group
-        .offer_fd(key, memory.fd())
+        .offer_fd(key, exported.as_fd())
         .map_err(ChannelError::bootstrap(what))?;
     // Offered before it is announced, so no request can come too early, whatever the order.
     let announced = exchange(group, &(key, memory.bytes()), what, deadline)?;
@@ -315,7 +397,8 @@ fn share(
         let fd = group
             .fetch_fd(rank, key, deadline)
             .map_err(ChannelError::bootstrap(what))?;
-        SharedMemory::import(fd, bytes)
+        device
+            .import(fd, bytes)
             .map(Some)
             .map_err(ChannelError::memory(what))
     };

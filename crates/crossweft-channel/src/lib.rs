@@ -40,5 +40,6 @@ pub use memory_channel::MemoryChannel;
 pub use port::{Carrier, Flow, PortChannel, ProxyOptions, ProxyService};
 pub use registered::RegisteredMemory;
 pub use semaphore::SemaphorePool;
+pub use shared::{Image, ImageBuilder};
 pub use switch::SwitchChannel;
 pub use transport::TransportChoice;

@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 
 use crossweft_device::channel;
 use crossweft_device::fifo::{Fifo, Trigger, TriggerKind};
+use crossweft_hal::Device;
 
 use crate::ids::Ids;
 use crate::shared::{self, FifoMemory, Place, Popper};
 use crate::tcp::{Receiver, Sockets, TcpLink, fail_job};
-use crate::transport::{Mapped, Transport, TransportChoice};
+use crate::transport::{CopyEngine, Mapped, Transport, TransportChoice};
 use crate::{ChannelError, Endpoint, RegisteredMemory, SemaphorePool};
 
 /// How a proxy service works.
@@ -185,6 +186,14 @@ impl ProxyService {
         let ranks = 0..endpoint.world_size();
         let needs_tcp =
             transport == TransportChoice::Tcp || ranks.clone().any(|r| !endpoint.is_mappable(r));
+        if needs_tcp && !matches!(endpoint.device(), Device::Cpu) {
+            return Err(ChannelError::InvalidOption {
+                option: "the transport",
+                value: "TCP".to_owned(),
+                rank: endpoint.rank(),
+                must_be: "mapped memory: ranks on GPUs must be on one host",
+            });
+        }
         let (receiver, port) = match needs_tcp {
             true => {
                 Receiver::start(endpoint).map(|(receiver, port)| (Some(receiver), Some(port)))?
@@ -214,7 +223,7 @@ impl ProxyService {
             let address = endpoint.group().peer_address(rank);
             listening.push(port.map(|port| SocketAddr::new(address, port)));
         }
-        let (fifo, popper) = FifoMemory::new(fifo_capacity, endpoint.number());
+        let (fifo, popper) = FifoMemory::new(endpoint.device(), fifo_capacity, endpoint.number())?;
         let shared = Arc::new(Shared {
             endpoint: Arc::clone(endpoint),
             fifo,
@@ -359,7 +368,10 @@ impl ProxyService {
                     endpoint, peer, address, sockets, deadline,
                 )?))
             }
-            _ => Arc::new(Mutex::new(Mapped::new(endpoint))),
+            _ => match endpoint.device() {
+                Device::Cuda(context) => Arc::new(Mutex::new(CopyEngine::new(context)?)),
+                _ => Arc::new(Mutex::new(Mapped::new(endpoint))),
+            },
         };
         let mut tables = self.shared.tables();
         tables.links.insert(peer, Arc::clone(&link));
@@ -495,6 +507,16 @@ impl Carrier {
         let shared = Arc::clone(&self.shared);
         let endpoint = &shared.endpoint;
         let _report = ReportPanic(&shared.endpoint);
+        if let Device::Cuda(context) = endpoint.device() {
+            // Copies and questions of this thread must not break graphs that others capture.
+            let relaxed = context.driver().relax_capture_of_this_thread();
+            if let Err(error) = relaxed {
+                fail_job(
+                    endpoint,
+                    &ChannelError::memory("starting a proxy")(error.into()),
+                );
+            }
+        }
         let mut idle = Idle::new(endpoint);
         while !endpoint.group().liveness().stopped() {
             // Looked at before the fifo: what was pushed before the service was dropped is handled.

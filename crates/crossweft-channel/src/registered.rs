@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use crossweft_hal::cpu::SharedMemory;
+use crossweft_hal::Memory;
 
 use crate::ChannelError;
 
@@ -12,9 +12,9 @@ use crate::ChannelError;
 #[derive(Debug)]
 pub struct RegisteredMemory {
     rank: u32,
-    own: SharedMemory,
+    own: Memory,
     /// In rank order; `None` for this rank and for ranks on other hosts.
-    peers: Vec<Option<SharedMemory>>,
+    peers: Vec<Option<Memory>>,
     /// What each rank calls its own part, in rank order.
     keys: Vec<u64>,
     registry: Arc<Registry>,
@@ -24,9 +24,9 @@ impl RegisteredMemory {
     /// Also enters it in the registry, where peers' requests find it.
     pub(crate) fn new(
         rank: u32,
-        own: SharedMemory,
+        own: Memory,
         keys: Vec<u64>,
-        peers: Vec<Option<SharedMemory>>,
+        peers: Vec<Option<Memory>>,
         registry: &Arc<Registry>,
     ) -> Arc<Self> {
         let memory = Arc::new(Self {
@@ -44,7 +44,7 @@ impl RegisteredMemory {
 
     /// This rank's memory.
     #[must_use]
-    pub fn local(&self) -> &SharedMemory {
+    pub fn local(&self) -> &Memory {
         &self.own
     }
 
@@ -59,11 +59,11 @@ impl RegisteredMemory {
     /// # Errors
     /// [`ChannelError::NotOnThisHost`] if it is not mapped.
     pub fn addr(&self, rank: u32) -> Result<u64, ChannelError> {
-        self.of(rank).map(SharedMemory::addr)
+        self.of(rank).map(Memory::addr)
     }
 
     /// `rank`'s memory, if it is mapped.
-    pub(crate) fn of(&self, rank: u32) -> Result<&SharedMemory, ChannelError> {
+    pub(crate) fn of(&self, rank: u32) -> Result<&Memory, ChannelError> {
         let own_rank = self.rank;
         if rank == own_rank {
             return Ok(&self.own);

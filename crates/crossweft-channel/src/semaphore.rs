@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossweft_device::semaphore::Semaphore;
-use crossweft_hal::cpu::SharedMemory;
 
-use crate::shared::{LINE, Lines};
+use crate::shared::{Image, ImageBuilder, LINE};
 use crate::{ChannelError, Endpoint, RegisteredMemory};
 
 /// One semaphore for each of this rank's channels, in the order in which they were listed.
@@ -19,7 +18,7 @@ pub struct SemaphorePool {
     /// Counters that peers add to, a cache line each, in channel order.
     inbound: Arc<RegisteredMemory>,
     /// Waits done, a cache line each.
-    expected: Lines,
+    expected: Image,
     channels: Vec<Pairing>,
 }
 
@@ -50,11 +49,12 @@ impl SemaphorePool {
         let channels = pair(&lists, endpoint.rank());
         // Registered memory has one size on all ranks.
         let lines = lists.iter().map(Vec::len).max().unwrap_or(0);
-        let memory =
-            SharedMemory::create(lines as u64 * LINE).map_err(ChannelError::memory(what))?;
+        let memory = endpoint.allocate(lines as u64 * LINE, what)?;
+        let mut image = ImageBuilder::default();
+        image.zeros(channels.len());
         Ok(Self {
             inbound: endpoint.register(memory, what, deadline)?,
-            expected: Lines::new(channels.len()),
+            expected: image.finish(endpoint.device(), what)?,
             channels,
         })
     }
@@ -85,7 +85,7 @@ impl SemaphorePool {
                 .inbound
                 .addr(peer)
                 .map_or(0, |base| base + there * LINE),
-            expected: self.expected.addr(index),
+            expected: self.expected.addr(index as u64 * LINE),
             peer,
             channel: u32::try_from(index).unwrap_or(u32::MAX),
         }

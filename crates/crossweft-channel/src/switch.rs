@@ -7,7 +7,7 @@ use std::time::Instant;
 use crossweft_device::channel;
 use crossweft_device::semaphore::Semaphore;
 
-use crate::shared::Table;
+use crate::shared::{Image, ImageBuilder};
 use crate::{ChannelError, Endpoint, RegisteredMemory, SemaphorePool};
 
 /// A channel to a group of ranks of this host. Its device handle is valid for as long as this.
@@ -15,12 +15,7 @@ use crate::{ChannelError, Endpoint, RegisteredMemory, SemaphorePool};
 pub struct SwitchChannel {
     handle: channel::SwitchChannel,
     /// What the handle points into.
-    _keep: (
-        Table<u64>,
-        Table<Semaphore>,
-        SemaphorePool,
-        Arc<RegisteredMemory>,
-    ),
+    _keep: (Image, SemaphorePool, Arc<RegisteredMemory>),
 }
 
 impl SwitchChannel {
@@ -45,7 +40,8 @@ impl SwitchChannel {
         let pool = SemaphorePool::new(endpoint, &others, deadline)?;
 
         let bases = members.iter().map(|&member| memory.addr(member));
-        let bases = Table::new(bases.collect::<Result<_, _>>()?);
+        let mut image = ImageBuilder::default();
+        let bases = image.put(&bases.collect::<Result<Vec<_>, _>>()?);
         let mut channels = 0..others.len();
         let semaphore = |&member: &u32| match member == rank {
             true => Semaphore::default(),
@@ -53,17 +49,18 @@ impl SwitchChannel {
                 .next()
                 .map_or_else(Semaphore::default, |k| pool.handle(k)),
         };
-        let semaphores = Table::new(members.iter().map(semaphore).collect());
+        let semaphores = image.put(&members.iter().map(semaphore).collect::<Vec<_>>());
+        let image = image.finish(endpoint.device(), what)?;
         let small = |n: usize| u32::try_from(n).unwrap_or(u32::MAX); // at most the world size
         let index = members.iter().take_while(|&&m| m < rank).count();
         Ok(Self {
             handle: channel::SwitchChannel {
-                members: bases.addr(),
-                semaphores: semaphores.addr(),
+                members: image.addr(bases),
+                semaphores: image.addr(semaphores),
                 count: small(members.len()),
                 index: small(index),
             },
-            _keep: (bases, semaphores, pool, Arc::clone(memory)),
+            _keep: (image, pool, Arc::clone(memory)),
         })
     }
 

@@ -5,12 +5,13 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, run_in_threads};
+use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, run_in_threads_on};
 use crossweft_hal::cpu::{bind_to_core, cores};
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{JoinOptions, NetError, Rendezvous, RendezvousOptions};
 
 use crate::exit::Exit;
+use crate::values::Devices;
 
 /// Why a job did not come to an end.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +64,8 @@ pub(crate) struct JobOptions {
     pub(crate) refuse: fn(ranks: u32, job: &Job) -> Option<String>,
     /// The longest any call may take.
     pub(crate) timeout: Duration,
+    /// What they compute on.
+    pub(crate) devices: Devices,
     /// Whether spawned ranks are bound to a core each, if there are enough.
     pub(crate) bind: bool,
     /// Arguments of spawned ranks beside those of this process.
@@ -110,7 +113,19 @@ fn threads(
     options: &JobOptions,
     rank_main: impl Fn(&Communicator, &str) -> Result<u64, CollectiveError> + Sync,
 ) -> Result<Exit, JobError> {
-    let wrong = run_in_threads(
+    // Streams share the hardware's queues, 8 unless told otherwise: a rank's kernel would wait behind
+    // another's that waits for it.
+    let queues = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok();
+    let queues = queues.and_then(|n| n.parse().ok()).unwrap_or(8);
+    if matches!(options.devices, Devices::Cuda(_)) && options.ranks > queues {
+        return Err(JobError::Usage(format!(
+            "{} ranks in one process on CUDA, but its streams share {queues} queues: set \
+             CUDA_DEVICE_MAX_CONNECTIONS=32 (the most there are), or use processes",
+            options.ranks
+        )));
+    }
+    let wrong = run_in_threads_on(
+        |rank| Ok(options.devices.of(rank)?),
         options.ranks,
         communicator_options(options),
         |communicator| rank_main(communicator, "threads"),
@@ -142,7 +157,9 @@ fn one_rank(
     let bound = options.bind && is_spawned(job) && bind(job);
     let run = || {
         let group = job.join(&join, &rendezvous)?;
-        let communicator = Communicator::new(Arc::new(group), communicator_options(options))?;
+        let device = options.devices.of(job.local_rank)?;
+        let communicator =
+            Communicator::on(device, Arc::new(group), communicator_options(options))?;
         let started_as = if is_spawned(job) {
             match bound {
                 true => "processes, bound to a core each".to_owned(),

@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use clap::ValueEnum;
 use crossweft_collective::{DataType, ReduceOp};
+use crossweft_hal::{self as hal, HalError, cuda};
 
 /// Devices by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -12,16 +13,48 @@ pub(crate) enum Device {
     Auto,
     /// The CPU device.
     Cpu,
-    /// NVIDIA GPUs: not in this version.
-    #[value(hide = true)]
+    /// NVIDIA GPUs; ranks beyond their number share them.
     Cuda,
 }
 
-/// Whether this version has the device.
-pub(crate) fn check_device(device: Device) -> Result<(), String> {
-    match device {
-        Device::Cuda => Err("this version has no CUDA device; use --device cpu".to_owned()),
-        Device::Auto | Device::Cpu => Ok(()),
+/// The devices that the ranks of this host compute on.
+#[derive(Clone, Debug)]
+pub(crate) enum Devices {
+    /// Each on the host's processors.
+    Cpu,
+    /// In turn on these.
+    Cuda(Vec<cuda::Device>),
+}
+
+impl Devices {
+    /// Finds what was asked for. `Auto` means GPUs if there is one for each of `ranks` ranks.
+    pub(crate) fn find(device: Device, ranks: u32) -> Result<Self, String> {
+        if device == Device::Cpu {
+            return Ok(Self::Cpu);
+        }
+        // Ranks of one process have their streams on hardware queues of their own: with fewer queues
+        // than ranks, one kernel would wait behind another that waits for it.
+        let found = cuda::Driver::open().and_then(|driver| driver.devices());
+        match (device, found) {
+            (Device::Auto, Ok(devices)) if devices.len() >= ranks as usize => {
+                Ok(Self::Cuda(devices))
+            }
+            (Device::Auto, _) => Ok(Self::Cpu),
+            (_, Ok(devices)) if !devices.is_empty() => Ok(Self::Cuda(devices)),
+            (_, Ok(_)) => Err("there is no CUDA device; use --device cpu".to_owned()),
+            (_, Err(error)) => Err(format!("--device cuda: {error}; or use --device cpu")),
+        }
+    }
+
+    /// The device of the rank that is the `local`-th of this host.
+    pub(crate) fn of(&self, local: u32) -> Result<hal::Device, HalError> {
+        match self {
+            Self::Cuda(devices) if !devices.is_empty() => {
+                let device = &devices[local as usize % devices.len()];
+                Ok(hal::Device::Cuda(cuda::Context::retain(device)?))
+            }
+            _ => Ok(hal::Device::Cpu),
+        }
     }
 }
 

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_executor::{Buffers, Options, Prepared, Schedule};
+use crossweft_hal::{self as hal, Device};
 
 use crate::algorithm::Algorithm;
 use crate::communicator::{Communicator, SymmetricBuffer};
@@ -40,8 +41,8 @@ pub struct AllReduceOptions {
     pub memory: Memory,
     /// One algorithm for every size; `None` leaves the choice to the selector.
     pub algorithm: Option<Algorithm>,
-    /// Thread blocks of each rank; on a CPU more than one only serves tests.
-    pub blocks: u32,
+    /// Thread blocks of each rank; `None` leaves that to the selector.
+    pub blocks: Option<u32>,
     /// In which order thread blocks run.
     pub schedule: Schedule,
 }
@@ -56,7 +57,7 @@ impl AllReduceOptions {
             max_bytes,
             memory: Memory::Private,
             algorithm: None,
-            blocks: 1,
+            blocks: None,
             schedule: Schedule::default(),
         }
     }
@@ -81,7 +82,7 @@ impl AllReduceOptions {
     /// This many thread blocks, run in this order.
     #[must_use]
     pub fn blocks(mut self, blocks: u32, schedule: Schedule) -> Self {
-        (self.blocks, self.schedule) = (blocks, schedule);
+        (self.blocks, self.schedule) = (Some(blocks), schedule);
         self
     }
 }
@@ -113,13 +114,18 @@ impl AllReduce {
         } = options;
         let world_size = communicator.world_size();
         let symmetric = matches!(memory, Memory::Symmetric { .. });
-        let selector = match algorithm {
+        let on_gpu = !matches!(communicator.device(), Device::Cpu);
+        let mut selector = match algorithm {
             Some(algorithm) if algorithm.needs_registered() && !symmetric => {
                 return Err(CollectiveError::NeedsSymmetric { algorithm });
             }
             Some(algorithm) => Selector::forced(algorithm, max_bytes),
+            None if on_gpu => Selector::for_gpus(world_size, symmetric, max_bytes),
             None => Selector::new(world_size, symmetric, max_bytes),
         };
+        if let Some(blocks) = blocks {
+            selector.with_blocks(blocks);
+        }
         let buffers = match &memory {
             Memory::Private => Buffers::Private,
             Memory::Symmetric { input, output } => Buffers::Registered {
@@ -132,7 +138,7 @@ impl AllReduce {
             .choices()
             .iter()
             .map(|choice| {
-                let plan = choice.algorithm.plan(world_size, blocks)?;
+                let plan = choice.algorithm.plan(world_size, choice.blocks)?;
                 let mut options = Options::new(dtype, op, choice.piece);
                 (options.buffers, options.schedule) = (buffers.clone(), schedule);
                 Ok(Prepared::prepare(
@@ -197,6 +203,29 @@ impl AllReduce {
             let part = (bytes - done).min(piece as u64);
             let limit = self.communicator.timeout();
             prepared.run_registered(input_offset + done, output_offset + done, part, limit)?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Reduces `bytes` bytes of private memory of this rank's device, from an offset of one memory to an
+    /// offset of another: the same range or ranges that do not overlap. Blocks until the output is
+    /// complete.
+    ///
+    /// # Errors
+    /// As for [`run`](Self::run).
+    pub fn run_at(
+        &self,
+        input: (&hal::Memory, u64),
+        output: (&hal::Memory, u64),
+        bytes: u64,
+    ) -> Result<(), CollectiveError> {
+        let (prepared, piece) = self.select(bytes)?;
+        let mut done = 0;
+        while done < bytes {
+            let part = (bytes - done).min(piece as u64);
+            let (from, to) = ((input.0, input.1 + done), (output.0, output.1 + done));
+            prepared.run_at(from, to, part, self.communicator.timeout())?;
             done += part;
         }
         Ok(())

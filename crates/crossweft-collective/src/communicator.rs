@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_channel::{Endpoint, RegisteredMemory};
-use crossweft_hal::cpu::SharedMemory;
+use crossweft_hal::Device;
 use crossweft_net::Group;
 
 use crate::all_reduce::{AllReduce, AllReduceOptions};
@@ -39,8 +39,27 @@ impl Communicator {
     /// # Errors
     /// [`CollectiveError`]: a peer died or was late, or there is no memory.
     pub fn new(group: Arc<Group>, options: CommunicatorOptions) -> Result<Self, CollectiveError> {
-        let endpoint = Endpoint::new(group, Instant::now() + options.timeout)?;
+        Self::on(Device::Cpu, group, options)
+    }
+
+    /// Makes the communicator of a joined group whose ranks compute on devices of one kind, this one on
+    /// `device`. Several ranks may share a GPU. Collective; blocks until all ranks have come.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new); also if ranks use devices of different kinds.
+    pub fn on(
+        device: Device,
+        group: Arc<Group>,
+        options: CommunicatorOptions,
+    ) -> Result<Self, CollectiveError> {
+        let endpoint = Endpoint::on(device, group, Instant::now() + options.timeout)?;
         Ok(Self { endpoint, options })
+    }
+
+    /// What this rank computes on.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.endpoint.device()
     }
 
     /// This rank.
@@ -73,8 +92,8 @@ impl Communicator {
     /// # Errors
     /// [`CollectiveError`]: sizes differ, no memory, a peer died or runs on another host.
     pub fn allocate(&self, bytes: u64) -> Result<SymmetricBuffer, CollectiveError> {
-        let memory = SharedMemory::create(bytes)?;
         let what = "allocating symmetric memory";
+        let memory = self.endpoint.allocate(bytes, what)?;
         let memory = self.endpoint.register(memory, what, self.deadline())?;
         Ok(SymmetricBuffer { memory, bytes })
     }

@@ -21,7 +21,7 @@ pub use crossweft_device::{DataType, ReduceOp};
 pub use crossweft_executor::Schedule;
 pub use error::CollectiveError;
 pub use selector::{Choice, Selector};
-pub use threads::run_in_threads;
+pub use threads::{run_in_threads, run_in_threads_on};
 
 /// The README's example is a test.
 #[cfg(doctest)]

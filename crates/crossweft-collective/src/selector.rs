@@ -16,6 +16,8 @@ pub struct Choice {
     pub up_to: u64,
     /// Largest part of a message that one launch handles; larger messages take several.
     pub piece: u64,
+    /// Thread blocks of each rank; on a CPU more than one only serves tests.
+    pub blocks: u32,
     /// Why, for people.
     pub reason: &'static str,
 }
@@ -30,6 +32,13 @@ pub struct Selector {
 /// `n - 1` messages, while two handshakes cost the same for any size. Measured with two ranks on two
 /// cores, see `docs/performance.md`: 0.24 against 0.29 us at 128 B, 0.42 against 0.31 us at 512 B.
 const ONE_SHOT_MAX: u64 = 256;
+/// The same on GPUs, for two ranks; with more, each receives more messages. A block of threads sends
+/// [`PACKETS_A_BLOCK`] of payload at a time.
+const GPU_ONE_SHOT_MAX: u64 = 512 << 10;
+/// Bytes that are worth a thread block of their own, in packets: two 16-byte stores a thread.
+const PACKETS_A_BLOCK: u64 = 4 << 10;
+/// Thread blocks that saturate a link, and are still few beside those of what runs at the same time.
+const GPU_BLOCKS: u32 = 32;
 /// Scratch memory is bounded: staged messages go through it in pieces.
 const PIECE: u64 = 4 << 20;
 
@@ -46,6 +55,7 @@ impl Selector {
             algorithm: Algorithm::OneShot,
             up_to: piece(ONE_SHOT_MAX),
             piece: piece(ONE_SHOT_MAX),
+            blocks: 1,
             reason: "small: one hop, data and flag in one store",
         }];
         if max_bytes > ONE_SHOT_MAX {
@@ -54,6 +64,7 @@ impl Selector {
                     algorithm: Algorithm::TwoShot,
                     up_to: max_bytes,
                     piece: max_bytes,
+                    blocks: 1,
                     reason: "symmetric memory: each rank reduces its share, nothing is copied",
                 }
             } else {
@@ -61,11 +72,78 @@ impl Selector {
                     algorithm: Algorithm::TwoShotStaged,
                     up_to: max_bytes,
                     piece: piece(PIECE),
+                    blocks: 1,
                     reason: "private buffers: each rank reduces its share through scratch memory",
                 }
             });
         }
         Self { choices }
+    }
+
+    /// The choices for messages of up to `max_bytes` bytes on GPUs.
+    #[must_use]
+    pub fn for_gpus(world_size: u32, symmetric: bool, max_bytes: u64) -> Self {
+        if world_size == 1 {
+            let reason = "a rank alone copies its input";
+            let piece = PIECE.min(max_bytes);
+            let mut alone = Self::only(Algorithm::TwoShotStaged, max_bytes, piece, reason);
+            alone.with_blocks(GPU_BLOCKS);
+            return alone;
+        }
+        let one_shot_max = GPU_ONE_SHOT_MAX / u64::from(world_size);
+        let mut choices = Vec::new();
+        let mut blocks = 1;
+        while blocks <= GPU_BLOCKS {
+            let up_to = (u64::from(blocks) * PACKETS_A_BLOCK).min(one_shot_max);
+            let up_to = match blocks {
+                GPU_BLOCKS => one_shot_max,
+                _ => up_to,
+            };
+            choices.push(Choice {
+                algorithm: Algorithm::OneShot,
+                up_to: up_to.min(max_bytes),
+                piece: up_to.min(max_bytes),
+                blocks,
+                reason: "small: one hop, data and flag in one store",
+            });
+            if up_to >= max_bytes.min(one_shot_max) {
+                break;
+            }
+            // Few steps: each is a plan with memory of its own.
+            blocks *= 4;
+            if blocks > GPU_BLOCKS && choices.last().is_some_and(|c| c.blocks < GPU_BLOCKS) {
+                blocks = GPU_BLOCKS;
+            }
+        }
+        if max_bytes > one_shot_max {
+            let (algorithm, piece, reason) = match symmetric {
+                true => (
+                    Algorithm::TwoShot,
+                    max_bytes,
+                    "symmetric memory: each rank reduces its share, nothing is copied",
+                ),
+                false => (
+                    Algorithm::TwoShotStaged,
+                    max_bytes.min(4 * PIECE),
+                    "private buffers: each rank reduces its share through scratch memory",
+                ),
+            };
+            choices.push(Choice {
+                algorithm,
+                up_to: max_bytes,
+                piece,
+                blocks: GPU_BLOCKS,
+                reason,
+            });
+        }
+        Self { choices }
+    }
+
+    /// The same choices with another number of thread blocks.
+    pub(crate) fn with_blocks(&mut self, blocks: u32) {
+        for choice in &mut self.choices {
+            choice.blocks = blocks;
+        }
     }
 
     /// One algorithm for every size, because the caller said so.
@@ -85,6 +163,7 @@ impl Selector {
                 algorithm,
                 up_to,
                 piece,
+                blocks: 1,
                 reason,
             }],
         }
@@ -144,6 +223,33 @@ mod tests {
         );
         assert_eq!(private.choices()[1].piece, PIECE);
         assert_eq!(Selector::new(4, true, 100).choices().len(), 1);
+    }
+
+    #[test]
+    fn gpus_get_more_blocks_for_larger_messages() {
+        for (ranks, max) in [
+            (2, 1 << 30),
+            (8, 1 << 30),
+            (2, 100),
+            (4, 20 << 10),
+            (8, 64 << 10),
+        ] {
+            let selector = Selector::for_gpus(ranks, true, max);
+            let choices = selector.choices();
+            assert!(choices.is_sorted_by(|a, b| a.up_to < b.up_to && a.blocks <= b.blocks));
+            assert_eq!(choices.last().unwrap().up_to, max);
+            assert!(choices.iter().all(|c| c.piece <= max && c.blocks >= 1));
+        }
+        let two = Selector::for_gpus(2, true, 1 << 30);
+        assert_eq!(
+            names(&two, &[8, 256 << 10, 257 << 10]),
+            ["one-shot", "one-shot", "two-shot"]
+        );
+        let eight = Selector::for_gpus(8, false, 1 << 30);
+        assert_eq!(
+            names(&eight, &[64 << 10, 65 << 10]),
+            ["one-shot", "two-shot-staged"]
+        );
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
+use crossweft_hal::Device;
 use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
 
 use crate::communicator::{Communicator, CommunicatorOptions};
@@ -18,6 +19,20 @@ pub fn run_in_threads<T: Send>(
     options: CommunicatorOptions,
     rank_main: impl Fn(&Communicator) -> Result<T, CollectiveError> + Sync,
 ) -> Result<Vec<T>, CollectiveError> {
+    run_in_threads_on(|_| Ok(Device::Cpu), ranks, options, rank_main)
+}
+
+/// [`run_in_threads`], each rank on the device that `device` gives it. On GPUs this makes virtual ranks:
+/// several on one device, each with a stream of its own.
+///
+/// # Errors
+/// As for [`run_in_threads`], and those of `device`.
+pub fn run_in_threads_on<T: Send>(
+    device: impl Fn(u32) -> Result<Device, CollectiveError> + Sync,
+    ranks: u32,
+    options: CommunicatorOptions,
+    rank_main: impl Fn(&Communicator) -> Result<T, CollectiveError> + Sync,
+) -> Result<Vec<T>, CollectiveError> {
     let rendezvous = Rendezvous::start(&RendezvousOptions {
         timeout: options.timeout,
         ..RendezvousOptions::default()
@@ -29,7 +44,7 @@ pub fn run_in_threads<T: Send>(
             ..JoinOptions::default()
         };
         let group = Group::join(&id, rank, ranks, &join)?;
-        let communicator = Communicator::new(Arc::new(group), options)?;
+        let communicator = Communicator::on(device(rank)?, Arc::new(group), options)?;
         rank_main(&communicator)
     };
     thread::scope(|scope| {

@@ -142,17 +142,24 @@ impl MemoryChannel {
 /// As for [`Memory::copy`].
 #[inline(always)]
 pub unsafe fn copy<B: Block>(block: &B, dst: u64, src: u64, bytes: u64) {
-    // A GPU splits the range over its threads here; a host block is one thread.
-    let share = crate::extent::Extent {
-        begin: 0,
-        end: bytes,
-    }
-    .slice(block.thread(), block.threads());
-    // SAFETY: the caller's promise; the slices do not overlap.
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: the caller's promise.
     unsafe {
-        block
-            .memory()
-            .copy(dst + share.begin, src + share.begin, share.len())
+        crate::gpu::copy::copy(block, dst, src, bytes)
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let share = crate::extent::Extent {
+            begin: 0,
+            end: bytes,
+        }
+        .slice(block.thread(), block.threads());
+        // SAFETY: the caller's promise; the slices do not overlap.
+        unsafe {
+            block
+                .memory()
+                .copy(dst + share.begin, src + share.begin, share.len())
+        }
     }
 }
 

@@ -116,6 +116,10 @@ const fn exp2(e: i32) -> f32 {
     f32::from_bits(((e + 127) as u32) << 23)
 }
 
+#[cfg(target_arch = "nvptx64")]
+use crate::gpu::nvptx::f16_to_f32;
+
+#[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 fn f16_to_f32(bits: u16) -> f32 {
     let magnitude = u32::from(bits & 0x7fff);

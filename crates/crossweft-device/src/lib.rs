@@ -14,6 +14,7 @@
 //! Start reading at [`executor`] (what a launch does), then [`semaphore`] and [`packet`] (the two
 //! ways ranks synchronise).
 #![no_std]
+#![cfg_attr(target_arch = "nvptx64", feature(asm_experimental_arch))]
 #![deny(missing_docs)]
 #![warn(
     clippy::indexing_slicing,
@@ -32,6 +33,7 @@ pub mod element;
 pub mod executor;
 pub mod extent;
 pub mod fifo;
+pub mod gpu;
 pub mod memory;
 pub mod packet;
 pub mod program;

@@ -12,10 +12,21 @@
     clippy::cast_possible_truncation,
     reason = "a packet word is taken apart into its halves, and a half into bytes"
 )]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    allow(
+        dead_code,
+        reason = "threads of a block share packets out in another way"
+    )
+)]
 
 use crate::block::Block;
 use crate::memory::Memory;
 use crate::wait::{Site, Stopped, wait_for};
+
+// Two words in one access, shared out among the threads of a block.
+#[cfg(target_arch = "nvptx64")]
+pub use crate::gpu::packets::{copy_from_packets, copy_to_packets, forward_packets};
 
 /// Payload bytes of a packet word.
 pub const PAYLOAD: u64 = 4;
@@ -166,6 +177,7 @@ const fn pairs(packets: u64, words: u64) -> u64 {
 /// # Safety
 /// `src` must be valid for `bytes`, `packets` for twice that, rounded up to whole words, and 8-byte
 /// aligned; nobody may write the source meanwhile.
+#[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub unsafe fn copy_to_packets<B: Block>(block: &B, packets: u64, src: u64, bytes: u64, flag: u32) {
     let memory = block.memory();
@@ -214,6 +226,7 @@ pub unsafe fn copy_to_packets<B: Block>(block: &B, packets: u64, src: u64, bytes
 /// # Safety
 /// `dst` must be valid for `bytes`, `packets` for twice that, rounded up to whole words, and 8-byte
 /// aligned; nobody may access the destination meanwhile.
+#[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub unsafe fn copy_from_packets<B: Block>(
     block: &B,
@@ -265,6 +278,7 @@ pub unsafe fn copy_from_packets<B: Block>(
 ///
 /// # Safety
 /// Both addresses must be valid for twice `bytes`, rounded up to whole words, and 8-byte aligned.
+#[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub unsafe fn forward_packets<B: Block>(
     block: &B,

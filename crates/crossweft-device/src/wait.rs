@@ -38,6 +38,20 @@ pub enum WaitKind {
 }
 
 impl WaitKind {
+    /// The kind of a number that a kernel left behind.
+    #[must_use]
+    pub const fn from_number(number: u32) -> Self {
+        match number {
+            1 => Self::Packet,
+            2 => Self::FifoSpace,
+            3 => Self::FifoDone,
+            4 => Self::Barrier,
+            5 => Self::Acquire,
+            6 => Self::Size,
+            _ => Self::Semaphore,
+        }
+    }
+
     /// The words for an error message.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -63,6 +63,31 @@ pub enum ExecutorError {
         /// The size asked for.
         bytes: u64,
     },
+    /// Blocks of the plan wait for each other, and not all of them fit onto the device at once.
+    #[error(
+        "plan `{plan}` has up to {blocks} thread blocks a rank and {sharers} ranks on this device, \
+         which holds {resident} such blocks at a time; use a plan with fewer blocks, or more devices"
+    )]
+    Residency {
+        /// The plan's name.
+        plan: String,
+        /// Thread blocks of a rank.
+        blocks: u32,
+        /// Ranks on the device.
+        sharers: u32,
+        /// Blocks that it can hold.
+        resident: u32,
+    },
+    /// The device failed while a plan ran. The plan cannot be launched again.
+    #[error("plan `{plan}` on rank {rank}: {source}")]
+    Device {
+        /// The plan's name.
+        plan: String,
+        /// This rank.
+        rank: u32,
+        /// What failed.
+        source: HalError,
+    },
     /// A launch does not fit what was prepared.
     #[error("launching plan `{plan}` on rank {rank}: {reason}")]
     Usage {

@@ -11,9 +11,11 @@ use crossweft_device::Site;
 use crossweft_device::executor::run_block;
 use crossweft_device::program::Launch;
 use crossweft_hal::cpu::{Arguments, Interrupted, Kernel, KernelError, Stream};
+use crossweft_hal::cuda::CudaError;
 
 use crate::ExecutorError;
-use crate::prepared::Prepared;
+use crate::cuda::CudaLauncher;
+use crate::prepared::{Machine, Prepared};
 
 /// Buffers of a launch, by address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +30,25 @@ pub struct RawBuffers {
     pub output_offset: u64,
     /// Bytes of a message: one block of input or output.
     pub bytes: u64,
+}
+
+impl RawBuffers {
+    fn launch(&self) -> Launch {
+        let Self {
+            input,
+            output,
+            input_offset,
+            output_offset,
+            bytes,
+        } = *self;
+        Launch {
+            input,
+            output,
+            input_offset,
+            output_offset,
+            bytes,
+        }
+    }
 }
 
 impl Prepared {
@@ -106,46 +127,137 @@ impl Prepared {
         if buffers.bytes == 0 {
             return Ok(());
         }
-        let RawBuffers {
-            input,
-            output,
-            input_offset,
-            output_offset,
-            bytes,
-        } = *buffers;
-        let launch = Launch {
-            input,
-            output,
-            input_offset,
-            output_offset,
-            bytes,
-        };
+        let (launch, bytes) = (buffers.launch(), buffers.bytes);
         let guard = Guard::new(&self.endpoint, limit).of_call(&self.call);
         // Launches of one plan follow one another, whichever threads they come from.
-        let Some(mut grid) = self.grid.take(limit) else {
+        let Some(mut machine) = self.machine.take(limit) else {
             return Err(self.usage(format!("another launch of it still runs after {limit:?}")));
         };
+        self.check_whole()?;
+        self.call.begin(&self.endpoint, bytes);
+        let result = match &mut *machine {
+            Machine::Cpu { grid, reducer } => {
+                let context = self.endpoint.context(&guard);
+                // SAFETY: the program was prepared for this process, its tables live in `self`, the
+                // grid runs each block once and launches follow one another; the caller vouches
+                // for the buffers.
+                let result = grid.launch(&context, &|block, index| unsafe {
+                    run_block(block, reducer, &self.program, &launch, index)
+                });
+                result.map_err(|interrupted| self.explain(&interrupted, &guard))
+            }
+            Machine::Cuda(launcher) => {
+                // SAFETY: as above, on the device; this returns when the kernel has ended.
+                unsafe { self.launch_and_wait(launcher, &launch, limit, &guard) }
+            }
+        };
+        // A failed call stays on the board: the peers are still to read it.
+        match result {
+            Ok(()) => self.call.end(&self.endpoint),
+            Err(_) => self.poisoned.store(true, Ordering::Relaxed),
+        }
+        result
+    }
+
+    /// Whether no launch has failed.
+    fn check_whole(&self) -> Result<(), ExecutorError> {
         if self.poisoned.load(Ordering::Relaxed) {
             let (plan, rank) = (self.name.clone(), self.program.rank);
             return Err(ExecutorError::Poisoned { plan, rank });
         }
-        self.call.begin(&self.endpoint, bytes);
-        let result = grid.launch(&self.endpoint.context(&guard), &|block, index| {
-            // SAFETY: the program was prepared for this process, its tables live in `self`, the
-            // grid runs each block once and launches follow one another; the caller vouches for
-            // the buffers.
-            unsafe { run_block(block, &self.reducer, &self.program, &launch, index) }
-        });
-        // A failed call stays on the board: the peers are still to read it.
-        match result {
-            Ok(()) => {
-                self.call.end(&self.endpoint);
-                Ok(())
-            }
-            Err(interrupted) => {
-                self.poisoned.store(true, Ordering::Relaxed);
-                Err(self.explain(&interrupted, &guard))
-            }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`launch`](Self::launch), of a program prepared for the launcher's device.
+    unsafe fn launch_and_wait(
+        &self,
+        launcher: &CudaLauncher,
+        launch: &Launch,
+        limit: Duration,
+        guard: &Guard<'_>,
+    ) -> Result<(), ExecutorError> {
+        let stream = launcher.stream();
+        let failed = || self.endpoint.group().liveness().stopped();
+        // SAFETY: the caller's promise.
+        unsafe { launcher.launch(stream, &self.program, launch, limit) }
+            .and_then(|()| launcher.wait(stream, limit, failed))
+            .map_err(|error| self.device(error))?;
+        match launcher.interrupted() {
+            None => Ok(()),
+            Some(interrupted) => Err(self.explain(&interrupted, guard)),
+        }
+    }
+
+    fn device(&self, error: CudaError) -> ExecutorError {
+        ExecutorError::Device {
+            plan: self.name.clone(),
+            rank: self.program.rank,
+            source: error.into(),
+        }
+    }
+
+    /// Launches on a CUDA stream, which may be recording a graph; returns at once. What goes wrong on
+    /// the device shows up in [`check`](Self::check). Waits there end `limit` after the kernel began.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`] if the size does not fit or the plan is not on a CUDA device;
+    /// [`ExecutorError::Poisoned`], [`ExecutorError::Device`].
+    ///
+    /// # Safety
+    /// As for [`launch_on`](Self::launch_on); this must be kept until the launch, and any graph that
+    /// it was recorded into, is done with. Launches of one plan must follow one another.
+    pub unsafe fn launch_on_cuda(
+        &self,
+        stream: &crossweft_hal::cuda::Stream,
+        buffers: &RawBuffers,
+        limit: Duration,
+    ) -> Result<(), ExecutorError> {
+        self.check_bytes(buffers.bytes)?;
+        if buffers.bytes == 0 {
+            return Ok(());
+        }
+        self.check_whole()?;
+        let Some(machine) = self.machine.take(limit) else {
+            return Err(self.usage(format!("another launch of it still runs after {limit:?}")));
+        };
+        let Machine::Cuda(launcher) = &*machine else {
+            return Err(self.usage("it was prepared for the CPU device".to_owned()));
+        };
+        let launch = buffers.launch();
+        // SAFETY: the caller's promise.
+        unsafe { launcher.launch(stream, &self.program, &launch, limit) }
+            .map_err(|error| self.device(error))
+    }
+
+    /// Whether every launch that has ended, ended well; does not block. Ask after the stream has
+    /// come to its end.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Interrupted`] with the first wait that was ended on the device.
+    pub fn check(&self) -> Result<(), ExecutorError> {
+        let Some(machine) = self.machine.take(Duration::from_secs(1)) else {
+            return Ok(());
+        };
+        match &*machine {
+            Machine::Cuda(launcher) => match launcher.interrupted() {
+                None => Ok(()),
+                Some(interrupted) => {
+                    self.poisoned.store(true, Ordering::Relaxed);
+                    let guard = Guard::new(&self.endpoint, Duration::ZERO).of_call(&self.call);
+                    Err(self.explain(&interrupted, &guard))
+                }
+            },
+            Machine::Cpu { .. } => self.check_whole(),
+        }
+    }
+
+    /// Threads of a block where that is a number to choose: on a GPU.
+    #[must_use]
+    pub fn threads(&self) -> Option<u32> {
+        match &*self.machine.take(Duration::from_secs(1))? {
+            Machine::Cuda(launcher) => Some(launcher.threads()),
+            Machine::Cpu { .. } => None,
         }
     }
 

@@ -5,9 +5,11 @@
 //! that device code reads ([`crossweft_device::program`]). Launching is local: it allocates nothing
 //! and talks to nobody but through channels.
 //!
-//! `unsafe` is confined to the module `launch`, which hands those tables to the device code.
+//! `unsafe` is confined to the modules `launch`, which hands those tables to the device code, `cuda`,
+//! which does so on a GPU, and `turn`.
 #![deny(missing_docs, unsafe_code)]
 
+mod cuda;
 mod error;
 mod launch;
 mod prepared;

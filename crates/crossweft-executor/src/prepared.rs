@@ -9,11 +9,12 @@ use crossweft_channel::{CallLine, ChannelError, Endpoint, RegisteredMemory};
 use crossweft_device::program::Program;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
-use crossweft_hal::HalError;
-use crossweft_hal::cpu::{Grid, Schedule, SharedMemory, reducer};
+use crossweft_hal::cpu::{Grid, Schedule, reducer};
+use crossweft_hal::{Device, HalError, Memory};
 use crossweft_plan::{Collective, InPlace, Plan};
 
 use crate::ExecutorError;
+use crate::cuda::{CudaLauncher, Unfit};
 use crate::launch::RawBuffers;
 use crate::tables::{Channels, Memories, Tables};
 use crate::turn::Turn;
@@ -44,8 +45,10 @@ pub struct Options {
     pub max_bytes: u64,
     /// Where the buffers will be.
     pub buffers: Buffers,
-    /// The order in which thread blocks run.
+    /// The order in which thread blocks run on a CPU.
     pub schedule: Schedule,
+    /// Threads of a block on a GPU, at most; `None` for as many as kernels allow for.
+    pub threads: Option<u32>,
     /// The first epoch, at least 1. Anything but 1 is for tests of what happens near a wrap.
     pub first_epoch: u64,
 }
@@ -61,8 +64,52 @@ impl Options {
             max_bytes,
             buffers,
             schedule,
+            threads: None,
             first_epoch: 1,
         }
+    }
+}
+
+/// What runs the thread blocks.
+#[derive(Debug)]
+pub(crate) enum Machine {
+    Cpu { grid: Grid, reducer: HostReducer },
+    Cuda(Box<CudaLauncher>),
+}
+
+fn machine(
+    endpoint: &Endpoint,
+    plan: &Plan,
+    blocks: u32,
+    options: &Options,
+) -> Result<Machine, ExecutorError> {
+    let hal = |source: HalError| ExecutorError::Hal {
+        plan: plan.name.clone(),
+        source,
+    };
+    let Options { dtype, op, .. } = *options;
+    match endpoint.device() {
+        Device::Cuda(context) => {
+            // Ranks of one device may have different numbers of blocks.
+            let most = plan.ranks.iter().map(|rank| rank.blocks.len()).max();
+            let most = most.unwrap_or(0) as u32;
+            let sharers = endpoint.sharers();
+            CudaLauncher::new(context, (dtype, op), (most, sharers), options.threads)
+                .map(|launcher| Machine::Cuda(Box::new(launcher)))
+                .map_err(|unfit| match unfit {
+                    Unfit::Hal(error) => hal(error),
+                    Unfit::Residency { resident } => ExecutorError::Residency {
+                        plan: plan.name.clone(),
+                        blocks: most,
+                        sharers,
+                        resident,
+                    },
+                })
+        }
+        _ => Ok(Machine::Cpu {
+            grid: Grid::new(blocks, options.schedule).map_err(hal)?,
+            reducer: reducer(dtype, op),
+        }),
     }
 }
 
@@ -72,9 +119,8 @@ pub struct Prepared {
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) name: String,
     pub(crate) op_names: Vec<Vec<&'static str>>,
-    pub(crate) reducer: HostReducer,
     pub(crate) program: Program,
-    pub(crate) grid: Turn<Grid>,
+    pub(crate) machine: Turn<Machine>,
     pub(crate) call: CallLine,
     pub(crate) poisoned: AtomicBool,
     options: Options,
@@ -102,10 +148,6 @@ impl Prepared {
             plan: name(),
             source,
         };
-        let hal = |source: HalError| ExecutorError::Hal {
-            plan: name(),
-            source,
-        };
         let too_large = || ExecutorError::Scratch {
             plan: name(),
             bytes: options.max_bytes,
@@ -129,7 +171,7 @@ impl Prepared {
         let scratch_memory = if bytes == 0 {
             None
         } else {
-            let memory = SharedMemory::create(bytes).map_err(hal)?;
+            let memory = endpoint.allocate(bytes, &what).map_err(channel)?;
             Some(
                 endpoint
                     .register(memory, &what, deadline)
@@ -150,9 +192,27 @@ impl Prepared {
         };
         let channels =
             Channels::new(endpoint, own, &memories, plan.has_ports(), deadline).map_err(channel)?;
-        let tables =
-            Tables::new(plan, rank, channels, &memories, options.first_epoch).map_err(channel)?;
-        let grid = Grid::new(own.blocks.len() as u32, options.schedule).map_err(hal)?;
+        let tables = Tables::new(
+            (plan, rank),
+            endpoint.device(),
+            channels,
+            &memories,
+            options.first_epoch,
+        )
+        .map_err(channel)?;
+        let machine = machine(endpoint, plan, own.blocks.len() as u32, &options);
+        // No rank launches what another cannot.
+        let reason = machine.as_ref().err().map(ToString::to_string);
+        let reasons = endpoint
+            .exchange(&reason, &what, deadline)
+            .map_err(channel)?;
+        let machine = machine?;
+        if let Some((rank, reason)) = (0..)
+            .zip(reasons)
+            .find_map(|(rank, reason)| Some((rank, reason?)))
+        {
+            return Err(channel(ChannelError::PeerFailed { what, rank, reason }));
+        }
         let halves = (scratch_half, packets_half);
         let element = options.dtype.size() as u32;
         Ok(Arc::new(Self {
@@ -163,9 +223,8 @@ impl Prepared {
                 .iter()
                 .map(|ops| ops.iter().map(crossweft_plan::Op::name).collect())
                 .collect(),
-            reducer: reducer(options.dtype, options.op),
             program: tables.program(plan, rank, halves, element),
-            grid: Turn::new(grid),
+            machine: Turn::new(machine),
             call,
             poisoned: AtomicBool::new(false),
             options,
@@ -212,6 +271,7 @@ impl Prepared {
                  {output_blocks} times the message"
             )));
         };
+        self.check_host()?;
         self.check_private()?;
         self.check_in_place(false)?;
         let buffers = RawBuffers {
@@ -236,6 +296,7 @@ impl Prepared {
             let length = data.len();
             return Err(self.usage(format!("{length} bytes are no {blocks} messages")));
         }
+        self.check_host()?;
         self.check_private()?;
         self.check_in_place(true)?;
         let base = data.as_mut_ptr().expose_provenance() as u64;
@@ -277,16 +338,7 @@ impl Prepared {
             ("input", input, input_offset, input_blocks),
             ("output", output, output_offset, output_blocks),
         ] {
-            let end = bytes
-                .checked_mul(blocks.into())
-                .and_then(|n| offset.checked_add(n));
-            if end.is_none_or(|end| end > memory.bytes()) {
-                let size = memory.bytes();
-                return Err(self.usage(format!(
-                    "{what} of {blocks} times {bytes} bytes at {offset} lies outside its memory of \
-                     {size} bytes"
-                )));
-            }
+            self.check_range(what, memory.bytes(), offset, blocks, bytes)?;
         }
         let overlap = |a: u64, a_blocks: u32, b: u64| {
             a <= b && b < a.saturating_add(bytes.saturating_mul(a_blocks.into()))
@@ -312,6 +364,62 @@ impl Prepared {
             bytes,
         };
         self.launch_registered(&buffers, limit)
+    }
+
+    /// Runs the plan on messages of `bytes` bytes in private memory of this rank's device, on the
+    /// calling thread: `input` and `output` name a memory and an offset in it. The same memory and
+    /// offset means in place; otherwise ranges must not overlap.
+    ///
+    /// # Errors
+    /// As for [`run`](Self::run).
+    pub fn run_at(
+        &self,
+        input: (&Memory, u64),
+        output: (&Memory, u64),
+        bytes: u64,
+        limit: Duration,
+    ) -> Result<(), ExecutorError> {
+        self.check_private()?;
+        let in_place = input.0.addr() + input.1 == output.0.addr() + output.1;
+        self.check_in_place(in_place)?;
+        let blocks = (self.shape.input_blocks, self.shape.output_blocks);
+        for (what, (memory, offset), blocks) in
+            [("input", input, blocks.0), ("output", output, blocks.1)]
+        {
+            self.check_range(what, memory.bytes(), offset, blocks, bytes)?;
+        }
+        let (own_input, own_output) = match in_place {
+            true => self.shape.in_place_offsets(bytes),
+            false => (0, 0),
+        };
+        let buffers = RawBuffers {
+            input: input.0.addr() + input.1 + own_input,
+            output: output.0.addr() + output.1 + own_output,
+            input_offset: 0,
+            output_offset: 0,
+            bytes,
+        };
+        self.launch_registered(&buffers, limit)
+    }
+
+    fn check_range(
+        &self,
+        what: &str,
+        size: u64,
+        offset: u64,
+        blocks: u32,
+        bytes: u64,
+    ) -> Result<(), ExecutorError> {
+        let end = bytes
+            .checked_mul(blocks.into())
+            .and_then(|n| offset.checked_add(n));
+        if end.is_none_or(|end| end > size) {
+            return Err(self.usage(format!(
+                "{what} of {blocks} times {bytes} bytes at {offset} lies outside its memory of \
+                 {size} bytes"
+            )));
+        }
+        Ok(())
     }
 
     /// Whether the size of a message fits what was prepared.
@@ -350,6 +458,17 @@ impl Prepared {
                 Err(self.usage("the plan only works in place".to_owned()))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Whether device code can reach host memory.
+    fn check_host(&self) -> Result<(), ExecutorError> {
+        match self.endpoint.device() {
+            Device::Cpu => Ok(()),
+            device => Err(self.usage(format!(
+                "the buffers are host memory, the plan is on {}; give memory of that device",
+                device.name()
+            ))),
         }
     }
 

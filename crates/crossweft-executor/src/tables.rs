@@ -1,40 +1,43 @@
 //! A plan's program of one rank, laid out flat for device code.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crossweft_channel::{
-    ChannelError, Endpoint, PortChannel, ProxyOptions, ProxyService, RegisteredMemory,
-    SemaphorePool,
+    ChannelError, Endpoint, Image, ImageBuilder, PortChannel, ProxyOptions, ProxyService,
+    RegisteredMemory, SemaphorePool,
 };
 use crossweft_device::channel::PortChannel as PortHandle;
-use crossweft_device::program::{BlockOps, Op, OpKind, Operand, Program, SPACES, Space, flags};
-use crossweft_device::semaphore::Semaphore;
+use crossweft_device::program::{
+    BlockOps, COUNTER_STRIDE, Op, OpKind, Operand, Program, SPACES, Space, flags,
+};
+use crossweft_hal::Device;
 use crossweft_plan::{
     Buffer, ChannelKind, Op as PlanOp, Operand as PlanOperand, Plan, RankProgram,
 };
 
-/// A counter on a cache line of its own ([`crossweft_device::program::COUNTER_STRIDE`]).
-#[derive(Debug, Default)]
-#[repr(align(64))]
-struct Counter(AtomicU64);
-
-/// Owns what a [`Program`] points to. The boxes never move or change, except for the counters,
-/// which device code alone touches.
+/// Owns what a [`Program`] points to. Nothing in it changes, except for the counters, which device
+/// code alone touches.
 #[derive(Debug)]
 pub(crate) struct Tables {
-    blocks: Box<[BlockOps]>,
-    ops: Box<[Op]>,
-    operands: Box<[Operand]>,
-    links: Box<[u32]>,
-    semaphores: Box<[Semaphore]>,
-    ports: Box<[PortHandle]>,
-    memories: Box<[u32]>,
-    bases: Box<[u64]>,
-    counters: Box<[Counter]>,
+    image: Image,
+    /// Where the tables are in the image.
+    at: Offsets,
     barriers: u32,
     _channels: Channels,
+}
+
+#[derive(Debug)]
+struct Offsets {
+    blocks: u64,
+    ops: u64,
+    operands: u64,
+    links: u64,
+    semaphores: u64,
+    ports: u64,
+    memories: u64,
+    bases: u64,
+    counters: u64,
 }
 
 /// Where the buffers of every rank are.
@@ -148,8 +151,8 @@ impl Channels {
 
 impl Tables {
     pub(crate) fn new(
-        plan: &Plan,
-        rank: u32,
+        (plan, rank): (&Plan, u32),
+        device: &Device,
         channels: Channels,
         memories: &Memories<'_>,
         first_epoch: u64,
@@ -187,15 +190,14 @@ impl Tables {
             memories.base(rank, Space::Packets)?;
 
         let barriers = program.barriers();
-        let counters: Box<[Counter]> = (0..2 + barriers as usize + 2 * program.semaphores.len())
-            .map(|_| Counter::default())
-            .collect();
-        counters[0].0.store(first_epoch, Ordering::Relaxed);
+        // A cache line each; what is there at first of a semaphore counts as released.
+        const WORDS: usize = COUNTER_STRIDE as usize / 8;
+        let count = 2 + barriers as usize + 2 * program.semaphores.len();
+        let mut counters = vec![[0_u64; WORDS]; count];
+        counters[0][0] = first_epoch;
         for (id, &initial) in program.semaphores.iter().enumerate() {
-            // Tickets, then releases: what is there at first counts as released.
-            counters[2 + barriers as usize + 2 * id + 1]
-                .0
-                .store(initial.into(), Ordering::Relaxed);
+            // Tickets, then releases.
+            counters[2 + barriers as usize + 2 * id + 1][0] = initial.into();
         }
         let mut ports = vec![PortHandle::default(); program.channels.len()];
         let mut port_memories = [0; SPACES as usize];
@@ -209,16 +211,22 @@ impl Tables {
             .semaphores
             .iter()
             .map(|&place| channels.pool.handle(place));
+        let semaphores: Vec<_> = semaphores.collect();
+        let mut image = ImageBuilder::default();
+        let at = Offsets {
+            blocks: image.put(&blocks),
+            ops: image.put(&ops),
+            operands: image.put(&operands),
+            links: image.put(&links),
+            semaphores: image.put(&semaphores),
+            ports: image.put(&ports),
+            memories: image.put(&port_memories),
+            bases: image.put(&bases),
+            counters: image.put(&counters),
+        };
         Ok(Self {
-            blocks: blocks.into(),
-            ops: ops.into(),
-            operands: operands.into(),
-            links: links.into(),
-            semaphores: semaphores.collect(),
-            ports: ports.into(),
-            memories: port_memories.into(),
-            bases: bases.into(),
-            counters,
+            image: image.finish(device, "laying out a plan")?,
+            at,
             barriers,
             _channels: channels,
         })
@@ -232,30 +240,27 @@ impl Tables {
         halves: (u64, u64),
         element: u32,
     ) -> Program {
+        let addr = |offset| self.image.addr(offset);
         Program {
-            blocks: addr(&self.blocks),
-            ops: addr(&self.ops),
-            operands: addr(&self.operands),
-            links: addr(&self.links),
-            semaphores: addr(&self.semaphores),
-            ports: addr(&self.ports),
-            memories: addr(&self.memories),
-            bases: addr(&self.bases),
-            counters: addr(&self.counters),
+            blocks: addr(self.at.blocks),
+            ops: addr(self.at.ops),
+            operands: addr(self.at.operands),
+            links: addr(self.at.links),
+            semaphores: addr(self.at.semaphores),
+            ports: addr(self.at.ports),
+            memories: addr(self.at.memories),
+            bases: addr(self.at.bases),
+            counters: addr(self.at.counters),
             scratch_half: halves.0,
             packets_half: halves.1,
             rank,
             ranks: plan.world_size(),
-            block_count: self.blocks.len() as u32,
+            block_count: plan.ranks[rank as usize].blocks.len() as u32,
             barriers: self.barriers,
             chunks: plan.chunks,
             element,
         }
     }
-}
-
-fn addr<T>(table: &[T]) -> u64 {
-    table.as_ptr().expose_provenance() as u64
 }
 
 /// A rank's operations on their way into flat tables.

@@ -1,5 +1,7 @@
 use std::io;
 
+use crate::cuda::CudaError;
+
 /// What can go wrong with hardware.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -44,4 +46,14 @@ pub enum HalError {
     /// A stream's worker thread is gone; it only ends with its stream, so a launch panicked.
     #[error("the stream's worker thread ended; a launch on it panicked")]
     StreamEnded,
+    /// A CUDA device or its driver.
+    #[error(transparent)]
+    Cuda(Box<CudaError>),
+}
+
+impl From<CudaError> for HalError {
+    fn from(error: CudaError) -> Self {
+        // Boxed, because it is larger than all other variants, which the CPU device returns.
+        Self::Cuda(Box::new(error))
+    }
 }

@@ -1,10 +1,13 @@
 //! Hardware: memory that can be shared, streams, loading and launching.
 //!
-//! A hal loads and launches; it knows no executor, no plan and no collective. There is one so far,
-//! the CPU device ([`cpu`]): memory is memfd, a thread block is a coroutine, a stream runs inline or
-//! on a worker thread. Everything here may use `crossweft-device` and nothing else of the project.
+//! A hal loads and launches; it knows no executor, no plan and no collective. There are two:
 //!
-//! Start reading at [`cpu::Grid`], which runs thread blocks.
+//! * [`cpu`]: memory is memfd, a thread block is a coroutine, a stream runs inline or on a worker
+//!   thread. Start reading at [`cpu::Grid`], which runs thread blocks.
+//! * [`cuda`]: NVIDIA devices by their driver, loaded at run time. Start reading at
+//!   [`cuda::Driver`].
+//!
+//! Everything here may use `crossweft-device` and nothing else of the project.
 #![deny(missing_docs)]
 #![warn(
     clippy::cast_possible_truncation,
@@ -13,6 +16,9 @@
 )]
 
 pub mod cpu;
+pub mod cuda;
+mod device;
 mod error;
 
+pub use device::{Device, Memory};
 pub use error::HalError;

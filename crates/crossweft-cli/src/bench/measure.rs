@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crossweft_collective::{
     AllReduceOptions, CollectiveError, Communicator, DataType, ReduceOp, SymmetricBuffer,
 };
+use crossweft_hal as hal;
 use crossweft_verify::{Pattern, check_all_reduce, fill, fingerprint};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -27,7 +28,6 @@ pub(crate) fn run(
 ) -> Result<u64, CollectiveError> {
     let sizes = options.sizes();
     let max = sizes.iter().copied().max().unwrap_or(0);
-    let world_size = communicator.world_size();
     let memory = Memory::new(options, communicator, max)?;
     let mut prepare = AllReduceOptions::new(options.dtype, options.op, max);
     prepare.algorithm = options.algorithm;
@@ -39,7 +39,7 @@ pub(crate) fn run(
 
     let header = Header::new(
         options,
-        world_size,
+        communicator,
         (started_as, machine),
         all_reduce.selector().to_string(),
     );
@@ -50,6 +50,10 @@ pub(crate) fn run(
         memory,
         all_reduce,
         gate,
+        gate_memory: match communicator.device() {
+            hal::Device::Cpu => None,
+            device => Some(device.allocate(8)?),
+        },
     };
     let mut all_wrong = 0;
     for bytes in sizes {
@@ -72,6 +76,11 @@ enum Memory {
         input: Vec<u8>,
         output: Vec<u8>,
     },
+    /// Private, on a GPU; in place both are one.
+    Device {
+        input: Box<hal::Memory>,
+        output: Option<Box<hal::Memory>>,
+    },
 }
 
 impl Memory {
@@ -89,6 +98,16 @@ impl Memory {
                     communicator.allocate(bytes)?
                 };
                 Ok(Self::Symmetric { input, output })
+            }
+            Buffers::Private if !matches!(communicator.device(), hal::Device::Cpu) => {
+                let allocate = || communicator.device().allocate(bytes).map(Box::new);
+                Ok(Self::Device {
+                    input: allocate()?,
+                    output: match options.in_place {
+                        true => None,
+                        false => Some(allocate()?),
+                    },
+                })
             }
             Buffers::Private => {
                 let bytes = bytes as usize;
@@ -114,6 +133,7 @@ impl Memory {
                 input[..n].copy_from_slice(data);
                 Ok(())
             }
+            Self::Device { input, .. } => Ok(input.write(0, data)?),
         }?;
         // A result left over from an earlier call must not pass for a new one.
         match self {
@@ -121,6 +141,12 @@ impl Memory {
             Self::Symmetric { output, .. } => output.write(0, &vec![0xa5; n]),
             Self::Private { output, .. } => {
                 output[..n].fill(0xa5);
+                Ok(())
+            }
+            Self::Device { output, .. } => {
+                output
+                    .iter()
+                    .try_for_each(|output| output.write(0, &vec![0xa5; n]))?;
                 Ok(())
             }
         }
@@ -132,6 +158,9 @@ impl Memory {
             Self::Symmetric { output, .. } => output.read(0, &mut result)?,
             Self::Private { input, .. } if in_place => result.copy_from_slice(&input[..bytes]),
             Self::Private { output, .. } => result.copy_from_slice(&output[..bytes]),
+            Self::Device { input, output } => {
+                output.as_ref().unwrap_or(input).read(0, &mut result)?;
+            }
         }
         Ok(result)
     }
@@ -144,6 +173,8 @@ struct Bench<'a> {
     all_reduce: crossweft_collective::AllReduce,
     /// A tiny all-reduce that lines the ranks up.
     gate: crossweft_collective::AllReduce,
+    /// What it works on, on a GPU.
+    gate_memory: Option<hal::Memory>,
 }
 
 impl Bench<'_> {
@@ -236,11 +267,18 @@ impl Bench<'_> {
                 self.all_reduce.run_in_place(&mut input[..n])
             }
             Memory::Private { input, output } => self.all_reduce.run(&input[..n], &mut output[..n]),
+            Memory::Device { input, output } => {
+                let output = output.as_ref().unwrap_or(input);
+                self.all_reduce.run_at((input, 0), (output, 0), bytes)
+            }
         }
     }
 
     fn line_up(&self) -> Result<(), CollectiveError> {
-        self.gate.run_in_place(&mut [0; 8])
+        match &self.gate_memory {
+            None => self.gate.run_in_place(&mut [0; 8]),
+            Some(memory) => self.gate.run_at((memory, 0), (memory, 0), 8),
+        }
     }
 
     /// Each call's time on the slowest rank, and the wrong elements of all ranks.

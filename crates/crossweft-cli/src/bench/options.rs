@@ -8,12 +8,12 @@ use crossweft_collective::{Algorithm, DataType, ReduceOp};
 use crate::Format;
 use crate::doctor::DEFAULT_RANKS;
 use crate::job::{JobOptions, Start};
-use crate::values::{Device, Size, check_device, dtype, names, op};
+use crate::values::{Device, Devices, Size, dtype, names, op};
 
 /// Options of `bench all-reduce`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct AllReduce {
-    /// The device to run on; this version has the CPU device.
+    /// The device to run on; `auto` takes GPUs if there is one for every rank.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     pub(crate) device: Device,
     /// Number of ranks to start; under a launcher (torchrun, mpirun, srun) it gives the number.
@@ -85,7 +85,6 @@ fn algorithm(text: &str) -> Result<Algorithm, String> {
 impl AllReduce {
     /// What cannot be told from one option alone.
     pub(crate) fn check(&self) -> Result<(), String> {
-        check_device(self.device)?;
         if self.min > self.max {
             let (min, max) = (self.min.0, self.max.0);
             return Err(format!("--min {min} is larger than --max {max}"));
@@ -99,15 +98,21 @@ impl AllReduce {
         Ok(())
     }
 
+    /// Ranks to start, where no launcher does.
+    pub(crate) fn ranks(&self) -> u32 {
+        self.ranks.unwrap_or(DEFAULT_RANKS)
+    }
+
     /// The job that is to be run.
-    pub(crate) fn job(&self) -> JobOptions {
+    pub(crate) fn job(&self, devices: Devices) -> JobOptions {
         JobOptions {
+            devices,
             start: if self.threads {
                 Start::Threads
             } else {
                 Start::Processes
             },
-            ranks: self.ranks.unwrap_or(DEFAULT_RANKS),
+            ranks: self.ranks(),
             refuse: match self.ranks {
                 // Whatever number the launcher has.
                 None => |_, _| None,

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crossweft_collective::Communicator;
 use serde::Serialize;
 
 use super::options::{AllReduce, Buffers};
@@ -117,15 +118,15 @@ impl Header {
     /// The facts of a run.
     pub(crate) fn new(
         options: &AllReduce,
-        ranks: u32,
+        communicator: &Communicator,
         (started_as, machine): (&str, &str),
         chosen: String,
     ) -> Self {
         Self {
             collective: "all_reduce",
             version: env!("CARGO_PKG_VERSION"),
-            device: "cpu",
-            ranks,
+            device: communicator.device().name(),
+            ranks: communicator.world_size(),
             started_as: started_as.to_owned(),
             machine: machine.to_owned(),
             in_place: options.in_place,

@@ -19,7 +19,7 @@ use serde::Serialize;
 use super::source::{STANDARD, Source, SourceError};
 use crate::exit::Exit;
 use crate::job::{self, JobError, JobOptions, Start};
-use crate::values::{Device, Size, check_device, dtype, op};
+use crate::values::{Device, Devices, Size, dtype, op};
 use crate::{Format, print_line};
 
 /// Options of `plan run`.
@@ -104,7 +104,6 @@ pub(super) fn run(options: &Run) -> Exit {
 }
 
 fn try_run(options: &Run) -> Result<Exit, RunError> {
-    check_device(options.device).map_err(RunError::Usage)?;
     if options.processes && options.file.as_os_str() == STANDARD {
         let reason = "processes cannot share standard input; name a file, or use --threads";
         return Err(RunError::Usage(reason.to_owned()));
@@ -144,6 +143,7 @@ fn try_run(options: &Run) -> Result<Exit, RunError> {
         timeout: Duration::from_secs(options.timeout),
         // Checked here, once for all.
         bind: false,
+        devices: Devices::find(options.device, task.plan.world_size()).map_err(RunError::Usage)?,
         arguments: &["--unchecked"],
     };
     Ok(job::run(&job, |communicator, _| task.rank(communicator))?)

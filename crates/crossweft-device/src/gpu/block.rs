@@ -1,0 +1,197 @@
+//! A thread of a GPU's thread block.
+
+use core::marker::PhantomData;
+
+use super::nvptx::{barrier_max, block_x, thread, threads, time_ns};
+use super::{GpuContext, StatusRecord};
+use crate::block::Block;
+use crate::memory::{Memory, Raw};
+use crate::packet::is_of_other_size;
+use crate::wait::{Site, Stopped, WaitKind, Waiting};
+
+/// Looks at a condition between two looks at the clock and the host: 0.5 to 1 ms. The abort word
+/// lies across the bus, and every waiting warp reads it.
+const PATIENCE: u32 = 1024;
+
+/// What the threads of a block share about their launch.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct BlockState {
+    /// When waits end.
+    end: u64,
+    /// See [`GpuContext::abort`].
+    abort: u64,
+    /// See [`GpuContext::status`].
+    status: u64,
+    /// Whose kernel it is.
+    rank: u32,
+    reserved: u32,
+}
+
+/// Shared memory that a kernel has set aside.
+pub trait Shared {
+    /// Where the block's state is.
+    fn state() -> *mut BlockState;
+}
+
+/// A thread of a GPU's thread block. It holds nothing itself: what is passed by reference from
+/// function to function would lie in local memory.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuBlock<S>(PhantomData<S>);
+
+impl<S: Shared> GpuBlock<S> {
+    /// Of a thread block of `rank`; the time that `context` allows begins now. All threads of the
+    /// block call it.
+    ///
+    /// # Safety
+    /// The context's addresses must be valid, and `S` give memory that nothing else uses.
+    #[inline(always)]
+    #[must_use]
+    pub unsafe fn begin(context: &GpuContext, rank: u32) -> Self {
+        if thread() == 0 {
+            let end = match context.limit_ns {
+                0 => u64::MAX,
+                limit => time_ns().saturating_add(limit),
+            };
+            let state = BlockState {
+                end,
+                abort: context.abort,
+                status: context.status,
+                rank,
+                reserved: 0,
+            };
+            // SAFETY: the caller's promise; the others wait at the barrier.
+            unsafe { S::state().write(state) };
+        }
+        let _ = barrier_max(0);
+        Self(PhantomData)
+    }
+
+    /// Leaves a record of the first wait that ended badly.
+    #[inline(always)]
+    fn report(stopped: Stopped, waiting: Waiting) {
+        // SAFETY: `begin` was promised shared memory and a valid record; the first to claim it
+        // writes it alone.
+        unsafe {
+            let BlockState { status, rank, .. } = *S::state();
+            if status == 0 || Raw.fetch_add(status, 1) != 0 {
+                return;
+            }
+            let record = status as *mut StatusRecord;
+            (&raw mut (*record).rank).write(rank);
+            (&raw mut (*record).block).write(block_x());
+            (&raw mut (*record).thread).write(thread());
+            (&raw mut (*record).waiting).write(waiting);
+            Raw.store_release((&raw mut (*record).stopped) as u64, stopped as u64);
+        }
+    }
+
+    /// Whether the job or the time has ended, or the peer makes another call: 0, or the number of a
+    /// [`Stopped`]. One function for all waits, out of their way, and of numbers alone.
+    #[cold]
+    #[inline(never)]
+    fn look(
+        kind: WaitKind,
+        (peer, channel): (u32, u32),
+        (op, spins): (u32, u32),
+        expected: u64,
+        seen: u64,
+    ) -> u32 {
+        // SAFETY: `begin` was promised shared memory, and the context's addresses.
+        let (end, aborted) = unsafe {
+            let BlockState { end, abort, .. } = *S::state();
+            (end, abort != 0 && Raw.load(abort) != 0)
+        };
+        let of_other_size =
+            kind == WaitKind::Packet && is_of_other_size(expected as u32, seen as u32);
+        let stopped = if of_other_size {
+            Stopped::Mismatch
+        } else if aborted {
+            Stopped::Aborted
+        } else if time_ns() >= end {
+            Stopped::Deadline
+        } else {
+            return 0;
+        };
+        let site = Site {
+            kind,
+            peer,
+            channel,
+            op,
+        };
+        let waiting = Waiting {
+            site,
+            spins,
+            expected,
+            seen,
+        };
+        Self::report(stopped, waiting);
+        stopped as u32
+    }
+}
+
+const fn stopped(number: u32) -> Stopped {
+    match number {
+        3 => Stopped::Mismatch,
+        2 => Stopped::Deadline,
+        _ => Stopped::Aborted,
+    }
+}
+
+impl<S: Shared> Block for GpuBlock<S> {
+    type Memory = Raw;
+
+    #[inline(always)]
+    fn memory(&self) -> &Raw {
+        &Raw
+    }
+
+    #[inline(always)]
+    fn thread(&self) -> u32 {
+        thread()
+    }
+
+    #[inline(always)]
+    fn threads(&self) -> u32 {
+        threads()
+    }
+
+    #[inline(always)]
+    fn sync(&self, mine: Result<(), Stopped>) -> Result<(), Stopped> {
+        let mine = match mine {
+            Ok(()) => 0,
+            Err(stopped) => stopped as u32,
+        };
+        match barrier_max(mine) {
+            0 => Ok(()),
+            all => Err(stopped(all)),
+        }
+    }
+
+    #[inline(always)]
+    fn pause(&self, waiting: &Waiting) -> Result<(), Stopped> {
+        let Waiting {
+            site,
+            spins,
+            expected,
+            seen,
+        } = *waiting;
+        if spins % PATIENCE != PATIENCE - 1 {
+            return Ok(());
+        }
+        let (where_, when) = ((site.peer, site.channel), (site.op, spins));
+        match Self::look(site.kind, where_, when, expected, seen) {
+            0 => Ok(()),
+            number => Err(stopped(number)),
+        }
+    }
+
+    #[inline(always)]
+    fn refuse(&self, waiting: &Waiting) -> Stopped {
+        Self::report(Stopped::Mismatch, *waiting);
+        Stopped::Mismatch
+    }
+
+    #[inline(always)]
+    fn wake(&self, _peer: u32) {}
+}

@@ -1,0 +1,93 @@
+//! What a launch passes to a kernel, and what a kernel that had to stop leaves behind.
+
+use crate::dtype::ReduceOp;
+use crate::program::{Launch, Program};
+use crate::wait::Waiting;
+
+/// How a kernel's waits end. Addresses are the device's; 0 if there is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuContext {
+    /// How long the kernel may take, in nanoseconds from its start; 0 for no limit. Relative, so
+    /// that a captured launch can be replayed at any time.
+    pub limit_ns: u64,
+    /// A word in pinned host memory: 0 while all is well.
+    pub abort: u64,
+    /// A [`StatusRecord`] in pinned host memory, or none. One for each rank.
+    pub status: u64,
+}
+
+/// The first wait that ended without its condition. All zero before the launch.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StatusRecord {
+    /// How many threads had to stop: whoever finds 0 here writes the rest.
+    pub claims: u64,
+    /// Not 0 when the rest is complete (stored with release, at system scope): the number of a
+    /// [`Stopped`](crate::Stopped).
+    pub stopped: u64,
+    /// The rank whose kernel stopped.
+    pub rank: u32,
+    /// Which of its thread blocks.
+    pub block: u32,
+    /// Which thread of that.
+    pub thread: u32,
+    /// Not used.
+    pub reserved: u32,
+    /// What it waited for.
+    pub waiting: Waiting,
+}
+
+/// The one parameter of a plan's kernel.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PlanLaunch {
+    /// The prepared plan; addresses are the device's.
+    pub program: Program,
+    /// What differs from launch to launch.
+    pub launch: Launch,
+    /// How waits end.
+    pub context: GpuContext,
+    /// How the plan reduces.
+    pub op: ReduceOp,
+    /// Not used.
+    pub reserved: u32,
+}
+
+/// The parameter of the one-shot all-reduce that is written by hand, for comparison with the
+/// executor. Addresses are the device's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OneShotLaunch {
+    /// This rank's input.
+    pub input: u64,
+    /// This rank's output.
+    pub output: u64,
+    /// Size of the message in bytes.
+    pub bytes: u64,
+    /// Addresses (`u64` each) of every rank's packet memory, as mapped here, in rank order. Each
+    /// has two halves of `ranks` slots of `slot` bytes, zeroed at first.
+    pub packets: u64,
+    /// Bytes of a slot: at least twice the message, a multiple of 16.
+    pub slot: u64,
+    /// Two counters, a cache line each: the epoch (1 at first), and blocks that left (0).
+    pub counters: u64,
+    /// This rank.
+    pub rank: u32,
+    /// World size, at most [`MAX_OPERANDS`](super::MAX_OPERANDS) - 1.
+    pub ranks: u32,
+    /// How waits end.
+    pub context: GpuContext,
+}
+
+// The host writes what the kernel reads, so neither may find padding where the other has a field.
+const _: () = assert!(size_of::<GpuContext>() == 24);
+const _: () = assert!(size_of::<OneShotLaunch>() == 80);
+const _: () = assert!(size_of::<Waiting>() == 40);
+const _: () = assert!(size_of::<StatusRecord>() == 32 + size_of::<Waiting>());
+const _: () = assert!(
+    size_of::<PlanLaunch>()
+        == size_of::<Program>() + size_of::<Launch>() + size_of::<GpuContext>() + 8
+);
+// Kernel parameters end at 4 KiB.
+const _: () = assert!(size_of::<PlanLaunch>() <= 4096);

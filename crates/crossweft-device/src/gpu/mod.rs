@@ -1,0 +1,20 @@
+//! A GPU's side of the device traits: many threads a block, sixteen bytes a thread.
+//!
+//! Protocols are the same code as everywhere ([`crate::executor`], [`crate::semaphore`], ...). What
+//! differs is here: how the threads of a block share a copy, packets and a reduction ([`copy`],
+//! [`packets`], [`reduce`]), how memory is reached, and how a wait spins and ends. All of it but
+//! the last leaves, which are inline PTX, compiles for the host too and is tested there.
+
+pub mod copy;
+mod launch;
+pub mod packets;
+pub mod reduce;
+pub mod wide;
+
+#[cfg(target_arch = "nvptx64")]
+pub mod block;
+#[cfg(target_arch = "nvptx64")]
+pub mod nvptx;
+
+pub use launch::{GpuContext, OneShotLaunch, PlanLaunch, StatusRecord};
+pub use reduce::{GpuReducer, MAX_OPERANDS, TABLE_BYTES};

@@ -1,0 +1,246 @@
+//! NVIDIA: memory at system scope and special registers, as inline PTX.
+//!
+//! The compiler's own read-modify-write atomics lose order and scope on this target
+//! (rust-lang/rust#136480), and what it knows of a pointer may turn a load into a non-coherent one,
+//! so every access that another machine may see is written out here.
+
+use core::arch::asm;
+
+use crate::memory::{Memory, Raw};
+
+impl Memory for Raw {
+    #[inline(always)]
+    unsafe fn load(&self, addr: u64) -> u64 {
+        let value;
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("ld.relaxed.sys.global.b64 {v}, [{a}];", v = out(reg64) value, a = in(reg64) addr,
+                options(readonly, nostack, preserves_flags));
+        }
+        value
+    }
+
+    #[inline(always)]
+    unsafe fn load_pair(&self, addr: u64) -> [u64; 2] {
+        let (a, b);
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("ld.relaxed.sys.global.v2.b64 {{{a}, {b}}}, [{p}];", a = out(reg64) a,
+                b = out(reg64) b, p = in(reg64) addr,
+                options(readonly, nostack, preserves_flags));
+        }
+        [a, b]
+    }
+
+    #[inline(always)]
+    unsafe fn store_pair(&self, addr: u64, words: [u64; 2]) {
+        let [a, b] = words;
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("st.relaxed.sys.global.v2.b64 [{p}], {{{a}, {b}}};", a = in(reg64) a,
+                b = in(reg64) b, p = in(reg64) addr, options(nostack, preserves_flags));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_acquire(&self, addr: u64) -> u64 {
+        let value;
+        // SAFETY: the caller's promise. Not `readonly`: nothing after it may move before it.
+        unsafe {
+            asm!("ld.acquire.sys.global.b64 {v}, [{a}];", v = out(reg64) value, a = in(reg64) addr,
+                options(nostack, preserves_flags));
+        }
+        value
+    }
+
+    #[inline(always)]
+    unsafe fn store(&self, addr: u64, value: u64) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("st.relaxed.sys.global.b64 [{a}], {v};", v = in(reg64) value, a = in(reg64) addr,
+                options(nostack, preserves_flags));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_release(&self, addr: u64, value: u64) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("st.release.sys.global.b64 [{a}], {v};", v = in(reg64) value, a = in(reg64) addr,
+                options(nostack, preserves_flags));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(&self, addr: u64, value: u64) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("red.relaxed.sys.global.add.u64 [{a}], {v};", v = in(reg64) value,
+                a = in(reg64) addr, options(nostack, preserves_flags));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add_release(&self, addr: u64, value: u64) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("red.release.sys.global.add.u64 [{a}], {v};", v = in(reg64) value,
+                a = in(reg64) addr, options(nostack, preserves_flags));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn fetch_add(&self, addr: u64, value: u64) -> u64 {
+        let before;
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("atom.acq_rel.sys.global.add.u64 {b}, [{a}], {v};", b = out(reg64) before,
+                v = in(reg64) value, a = in(reg64) addr, options(nostack, preserves_flags));
+        }
+        before
+    }
+
+    #[inline(always)]
+    fn fence(&self) {
+        // SAFETY: a fence touches no memory.
+        unsafe { asm!("fence.acq_rel.sys;", options(nostack, preserves_flags)) };
+    }
+
+    #[inline(always)]
+    fn fence_launch(&self) {}
+
+    /// Tables and handles: aligned for `T`, as they always are. Bytes of a message go through
+    /// [`super::wide`].
+    #[inline(always)]
+    unsafe fn read<T: Copy>(&self, addr: u64) -> T {
+        // SAFETY: the caller's promise. A raw pointer made of an integer tells the compiler nothing
+        // that would make this a non-coherent load.
+        unsafe { (addr as *const T).read() }
+    }
+
+    #[inline(always)]
+    unsafe fn write<T: Copy>(&self, addr: u64, value: T) {
+        // SAFETY: the caller's promise.
+        unsafe { (addr as *mut T).write(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn copy(&self, dst: u64, src: u64, bytes: u64) {
+        // SAFETY: the caller's promise.
+        unsafe { super::copy::copy_part(0, 1, dst, src, bytes) }
+    }
+}
+
+macro_rules! special {
+    ($($(#[$doc:meta])* $name:ident, $register:literal;)*) => { $(
+        $(#[$doc])*
+        #[inline(always)]
+        #[must_use]
+        pub fn $name() -> u32 {
+            let value;
+            // SAFETY: reads a register. Not `pure`: what is computed from it would be computed
+            // before every loop, and kept in registers that the loops need.
+            unsafe {
+                asm!(concat!("mov.u32 {v}, %", $register, ";"), v = out(reg32) value,
+                    options(nomem, nostack, preserves_flags));
+            }
+            value
+        }
+    )* };
+}
+
+special! {
+    /// This thread's index in its block.
+    thread, "tid.x";
+    /// Threads of a block.
+    threads, "ntid.x";
+    /// This block's index in the grid.
+    block_x, "ctaid.x";
+    /// The second index.
+    block_y, "ctaid.y";
+    /// Blocks of the grid.
+    blocks_x, "nctaid.x";
+}
+
+/// Nanoseconds since some moment; advances in steps of up to a microsecond.
+#[inline(always)]
+#[must_use]
+pub fn time_ns() -> u64 {
+    let now;
+    // SAFETY: reads a register; not `pure`, because it changes.
+    unsafe {
+        asm!("mov.u64 {v}, %globaltimer;", v = out(reg64) now,
+            options(nomem, nostack, preserves_flags));
+    }
+    now
+}
+
+/// Block barrier that agrees on the largest of four numbers, where 0 is all but always everybody's.
+/// Not the aligned form, which a warp must reach as one: threads come here from waits that end at
+/// different times.
+#[inline(always)]
+#[must_use]
+pub fn barrier_max(mine: u32) -> u32 {
+    let all: u32;
+    // SAFETY: every thread of the block calls it as often, and all take the branch or none does.
+    // Clobbers memory, as a barrier must.
+    unsafe {
+        asm!(
+            "{{",
+            ".reg .pred %mine, %any, %two, %three;",
+            "setp.ne.u32 %mine, {mine}, 0;",
+            "barrier.cta.red.or.pred %any, 0, %mine;",
+            "mov.u32 {all}, 0;",
+            "@!%any bra %agreed;",
+            "setp.eq.u32 %mine, {mine}, 2;",
+            "barrier.cta.red.or.pred %two, 0, %mine;",
+            "setp.eq.u32 %mine, {mine}, 3;",
+            "barrier.cta.red.or.pred %three, 0, %mine;",
+            "selp.u32 {all}, 2, 1, %two;",
+            "selp.u32 {all}, 3, {all}, %three;",
+            "%agreed:",
+            "}}",
+            mine = in(reg32) mine,
+            all = out(reg32) all,
+            options(nostack),
+        );
+    }
+    all
+}
+
+macro_rules! conversions {
+    ($($(#[$doc:meta])* $name:ident, $ptx:literal;)*) => { $(
+        $(#[$doc])*
+        #[inline(always)]
+        #[must_use]
+        pub fn $name(low: f32, high: f32) -> u32 {
+            let both;
+            // SAFETY: arithmetic.
+            unsafe {
+                asm!(concat!($ptx, " {d}, {h}, {l};"), d = out(reg32) both, h = in(reg32) high,
+                    l = in(reg32) low, options(pure, nomem, nostack, preserves_flags));
+            }
+            both
+        }
+    )* };
+}
+
+conversions! {
+    /// Two binary16, rounded to nearest even. A NaN becomes another than on the host.
+    f16x2, "cvt.rn.f16x2.f32";
+    /// Two bfloat16, rounded to nearest even. A NaN becomes another than on the host.
+    bf16x2, "cvt.rn.bf16x2.f32";
+}
+
+/// A binary16 as f32, which is exact.
+#[inline(always)]
+#[must_use]
+pub fn f16_to_f32(bits: u16) -> f32 {
+    let value;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("cvt.f32.f16 {d}, {s};", d = out(reg32) value, s = in(reg16) bits,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    value
+}

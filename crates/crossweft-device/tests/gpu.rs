@@ -1,0 +1,516 @@
+//! A GPU's leaves on the host: blocks of several threads copy, send and reduce what the host's own
+//! leaves do, at every alignment, and must leave the same bytes.
+
+mod common;
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use common::{Guarded, HostBlock, Random};
+use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
+use crossweft_device::gpu::reduce::GpuElement;
+use crossweft_device::gpu::{GpuReducer, TABLE_BYTES, copy, packets};
+use crossweft_device::packet::{PAYLOAD, WORD, copy_from_packets, copy_to_packets};
+use crossweft_device::reduce::{HostReducer, Location, Reducer, Sources};
+use crossweft_device::{Block, DataType, Raw, ReduceOp, Site, Stopped, WaitKind, Waiting};
+
+const SITE: Site = Site {
+    kind: WaitKind::Packet,
+    peer: 1,
+    channel: 0,
+    op: 0,
+};
+const FLAG: u32 = 11;
+
+/// Threads that must agree at barriers, each on a thread of the host.
+struct Team {
+    barrier: Barrier,
+    worst: AtomicU32,
+    threads: u32,
+    patience: u32,
+}
+
+impl Team {
+    fn new(threads: u32, patience: u32) -> Self {
+        Self {
+            barrier: Barrier::new(threads as usize),
+            worst: AtomicU32::new(0),
+            threads,
+            patience,
+        }
+    }
+
+    /// Runs `work` on every thread; returns what each brought back.
+    fn run<T: Send>(&self, work: impl Fn(&Member<'_>) -> T + Sync) -> Vec<T> {
+        let work = &work;
+        std::thread::scope(|scope| {
+            let members: Vec<_> = (0..self.threads)
+                .map(|thread| scope.spawn(move || work(&Member { team: self, thread })))
+                .collect();
+            members
+                .into_iter()
+                .map(|member| member.join().expect("a thread of the block panicked"))
+                .collect()
+        })
+    }
+}
+
+/// One thread of such a block.
+struct Member<'a> {
+    team: &'a Team,
+    thread: u32,
+}
+
+impl Block for Member<'_> {
+    type Memory = Raw;
+
+    fn memory(&self) -> &Raw {
+        &Raw
+    }
+
+    fn thread(&self) -> u32 {
+        self.thread
+    }
+
+    fn threads(&self) -> u32 {
+        self.team.threads
+    }
+
+    fn sync(&self, mine: Result<(), Stopped>) -> Result<(), Stopped> {
+        if let Err(stopped) = mine {
+            self.team.worst.fetch_max(stopped as u32, Ordering::SeqCst);
+        }
+        self.team.barrier.wait();
+        match self.team.worst.load(Ordering::SeqCst) {
+            0 => Ok(()),
+            _ => Err(Stopped::Deadline),
+        }
+    }
+
+    fn pause(&self, waiting: &Waiting) -> Result<(), Stopped> {
+        if waiting.spins >= self.team.patience {
+            return Err(Stopped::Deadline);
+        }
+        std::thread::yield_now();
+        Ok(())
+    }
+
+    fn refuse(&self, _waiting: &Waiting) -> Stopped {
+        Stopped::Mismatch
+    }
+
+    fn wake(&self, _peer: u32) {}
+}
+
+/// Each thread in turn, for leaves that wait for nobody.
+fn in_turn(threads: u32, mut work: impl FnMut(&HostBlock<'_>)) {
+    for thread in 0..threads {
+        work(&HostBlock {
+            thread,
+            threads,
+            ..HostBlock::NO_WAIT
+        });
+    }
+}
+
+/// Sizes around every width and unrolling, for blocks of few threads.
+const SIZES: [usize; 17] = [
+    0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 100, 255, 1029,
+];
+
+#[test]
+fn copies_at_every_alignment() {
+    let mut random = Random(1);
+    for bytes in SIZES {
+        let data = random.bytes(bytes);
+        for (src, dst) in (0..16).flat_map(|src| (0..16).map(move |dst| (src, dst))) {
+            for threads in [1, 3, 8] {
+                let mut from = Guarded::holding(&data, src);
+                let mut to = Guarded::new(bytes, dst);
+                let (a, b) = (to.addr(), from.addr());
+                // SAFETY: the ranges have this size.
+                in_turn(threads, |block| unsafe {
+                    copy::copy(block, a, b, bytes as u64)
+                });
+                assert_eq!(to.bytes(), data, "{bytes} bytes from {src} to {dst}");
+                assert!(to.intact(), "{bytes} bytes from {src} to {dst}");
+            }
+        }
+    }
+}
+
+#[test]
+fn packets_hold_the_same_bytes_as_the_hosts() {
+    let mut random = Random(2);
+    for bytes in SIZES {
+        let data = random.bytes(bytes);
+        let room = bytes.div_ceil(PAYLOAD as usize) * WORD as usize;
+        for (plain, shift) in (0..8).flat_map(|plain| [(plain, 0), (plain, 8)]) {
+            let mut from = Guarded::holding(&data, plain);
+            let mut expected = Guarded::new(room, 0);
+            let mut sent = Guarded::new(room, shift);
+            let mut forwarded = Guarded::new(room, 8 - shift);
+            let mut back = Guarded::new(bytes, plain);
+            let size = bytes as u64;
+            // SAFETY: the ranges have these sizes; all packets have been sent before they are
+            // waited for.
+            unsafe {
+                let (a, b) = (from.addr(), expected.addr());
+                copy_to_packets(&HostBlock::NO_WAIT, b, a, size, FLAG);
+                let b = sent.addr();
+                in_turn(5, |block| packets::copy_to_packets(block, b, a, size, FLAG));
+                let c = forwarded.addr();
+                in_turn(3, |block| {
+                    let done = packets::forward_packets(block, SITE, c, b, size, FLAG);
+                    assert_eq!(done, Ok(()));
+                });
+                let d = back.addr();
+                in_turn(4, |block| {
+                    let done = packets::copy_from_packets(block, SITE, d, c, size, FLAG);
+                    assert_eq!(done, Ok(()));
+                });
+            }
+            assert_eq!(sent.bytes(), expected.bytes(), "{bytes} bytes");
+            assert_eq!(
+                forwarded.bytes(),
+                expected.bytes(),
+                "{bytes} bytes forwarded"
+            );
+            assert_eq!(back.bytes(), data, "{bytes} bytes unpacked");
+            assert!(sent.intact() && forwarded.intact() && back.intact());
+        }
+    }
+}
+
+#[test]
+fn a_packet_that_does_not_come_ends_the_wait() {
+    // Every word in turn is the one that is missing, the last being half full.
+    for missing in 0..5 {
+        let mut memory = Guarded::new(5 * 8, 0);
+        let mut plain = Guarded::new(18, 0);
+        let (words, to) = (memory.addr(), plain.addr());
+        // SAFETY: the ranges have these sizes.
+        unsafe {
+            let zeros = [0_u8; 18];
+            copy_to_packets(&HostBlock::NO_WAIT, words, zeros.as_ptr() as u64, 18, FLAG);
+            (words as *mut u64).add(missing).write(0);
+            let mut ends = Vec::new();
+            in_turn(3, |block| {
+                ends.push(packets::copy_from_packets(block, SITE, to, words, 18, FLAG));
+            });
+            assert_eq!(ends[missing / 2], Err(Stopped::Deadline), "word {missing}");
+            assert_eq!(ends.iter().filter(|end| end.is_ok()).count(), 2, "{ends:?}");
+        }
+    }
+}
+
+/// A reduction's operands: whether each is packets, and its offset from alignment.
+#[derive(Clone, Debug)]
+struct Case {
+    elements: usize,
+    sources: Vec<(bool, usize)>,
+    destinations: Vec<(bool, usize)>,
+    in_place: bool,
+    divisor: u32,
+}
+
+fn room(packets: bool, bytes: usize) -> usize {
+    if packets {
+        bytes.div_ceil(PAYLOAD as usize) * WORD as usize
+    } else {
+        bytes
+    }
+}
+
+fn location(packets: bool, addr: u64) -> Location {
+    Location {
+        addr,
+        packets: packets.then_some(SITE),
+    }
+}
+
+/// Everything that a reduction leaves: every destination's bytes, and whether what lies around is
+/// whole.
+fn reduce(
+    case: &Case,
+    dtype: DataType,
+    data: &[Vec<u8>],
+    work: impl FnOnce(&[Location], &[Location]),
+) -> Vec<Vec<u8>> {
+    let bytes = case.elements * dtype.size();
+    let mut sources: Vec<_> = case
+        .sources
+        .iter()
+        .zip(data)
+        .map(|(&(packets, offset), data)| {
+            let mut memory = Guarded::new(room(packets, bytes), offset);
+            let mut plain = Guarded::holding(data, 0);
+            let (a, b, n) = (memory.addr(), plain.addr(), bytes as u64);
+            // SAFETY: the ranges have these sizes.
+            unsafe {
+                if packets {
+                    copy_to_packets(&HostBlock::NO_WAIT, a, b, n, FLAG);
+                } else {
+                    copy::copy(&HostBlock::NO_WAIT, a, b, n);
+                }
+            }
+            memory
+        })
+        .collect();
+    let mut destinations: Vec<_> = case
+        .destinations
+        .iter()
+        .map(|&(packets, offset)| Guarded::new(room(packets, bytes), offset))
+        .collect();
+    let from: Vec<_> = sources
+        .iter_mut()
+        .zip(&case.sources)
+        .map(|(memory, &(packets, _))| location(packets, memory.addr()))
+        .collect();
+    let mut to: Vec<_> = destinations
+        .iter_mut()
+        .zip(&case.destinations)
+        .map(|(memory, &(packets, _))| location(packets, memory.addr()))
+        .collect();
+    if case.in_place {
+        to[0] = from[0];
+    }
+    work(&from, &to);
+    let all = sources.iter().chain(&destinations);
+    all.map(|memory| {
+        assert!(memory.intact(), "{case:?}");
+        memory.bytes().to_vec()
+    })
+    .collect()
+}
+
+fn on_gpu<E: GpuElement>(
+    case: &Case,
+    op: ReduceOp,
+    threads: u32,
+    from: &[Location],
+    to: &[Location],
+) {
+    let mut table = vec![0_u64; TABLE_BYTES / 8];
+    let address = table.as_mut_ptr() as u64;
+    let ends = Team::new(threads, 0).run(|block| {
+        // SAFETY: the table has that size and is used for nothing else; the locations have room.
+        unsafe {
+            GpuReducer::<E, _>::new(op, address).reduce(
+                block,
+                &Sources {
+                    count: from.len() as u32,
+                    at: |i| from[i as usize],
+                },
+                &Sources {
+                    count: to.len() as u32,
+                    at: |i| to[i as usize],
+                },
+                case.elements as u64,
+                case.divisor,
+                FLAG,
+            )
+        }
+    });
+    assert!(ends.iter().all(Result::is_ok), "{case:?}: {ends:?}");
+}
+
+/// The GPU's reduction of `dtype`.
+fn gpu(dtype: DataType) -> fn(&Case, ReduceOp, u32, &[Location], &[Location]) {
+    match dtype {
+        DataType::I8 => on_gpu::<i8>,
+        DataType::U8 => on_gpu::<u8>,
+        DataType::I16 => on_gpu::<i16>,
+        DataType::U16 => on_gpu::<u16>,
+        DataType::I32 => on_gpu::<i32>,
+        DataType::U32 => on_gpu::<u32>,
+        DataType::I64 => on_gpu::<i64>,
+        DataType::U64 => on_gpu::<u64>,
+        DataType::F16 => on_gpu::<F16>,
+        DataType::Bf16 => on_gpu::<Bf16>,
+        DataType::F32 => on_gpu::<f32>,
+        DataType::F64 => on_gpu::<f64>,
+        DataType::F8E4M3 => on_gpu::<F8E4M3>,
+        DataType::F8E5M2 => on_gpu::<F8E5M2>,
+        _ => panic!("a data type this test does not know"),
+    }
+}
+
+fn compare(case: &Case, dtype: DataType, op: ReduceOp, threads: u32, random: &mut Random) {
+    let bytes = case.elements * dtype.size();
+    let data: Vec<_> = case.sources.iter().map(|_| random.bytes(bytes)).collect();
+    let host = reduce(case, dtype, &data, |from, to| {
+        // SAFETY: the locations have room for the elements; nobody else uses them.
+        let end = unsafe {
+            HostReducer::new(dtype, op).reduce(
+                &HostBlock::NO_WAIT,
+                &Sources {
+                    count: from.len() as u32,
+                    at: |i| from[i as usize],
+                },
+                &Sources {
+                    count: to.len() as u32,
+                    at: |i| to[i as usize],
+                },
+                case.elements as u64,
+                case.divisor,
+                FLAG,
+            )
+        };
+        assert_eq!(end, Ok(()));
+    });
+    let device = reduce(case, dtype, &data, |from, to| {
+        gpu(dtype)(case, op, threads, from, to);
+    });
+    for (i, (host, device)) in host.iter().zip(&device).enumerate() {
+        let at = host.iter().zip(device).position(|(a, b)| a != b);
+        assert_eq!(
+            at, None,
+            "{dtype} {op}: byte of operand {i}, {threads} threads: {case:?}"
+        );
+    }
+}
+
+/// Shapes that take every path: two aligned sources, many, packets, unaligned ones.
+fn shapes(size: usize) -> Vec<Case> {
+    let aligned = |n: usize| vec![(false, 0); n];
+    let mut cases = Vec::new();
+    // Enough for four pieces a thread and a rest that is no whole piece.
+    for elements in [1, 3, 16 / size, 64 / size + 1, 700 / size + 3] {
+        let base = Case {
+            elements,
+            sources: aligned(2),
+            destinations: aligned(1),
+            in_place: false,
+            divisor: 3,
+        };
+        let with = |sources: Vec<_>, destinations: Vec<_>, in_place, divisor| Case {
+            sources,
+            destinations,
+            in_place,
+            divisor,
+            ..base.clone()
+        };
+        cases.extend([
+            with(aligned(2), aligned(1), false, 3),
+            with(aligned(2), aligned(1), true, 0),
+            with(aligned(1), aligned(2), false, 2),
+            with(aligned(5), aligned(2), true, 8),
+            with(vec![(false, size), (false, 0)], aligned(1), false, 3),
+            with(vec![(false, 1), (false, 3)], vec![(false, 5)], false, 3),
+            with(aligned(2), vec![(false, size)], false, 1),
+            with(
+                vec![
+                    (false, 0),
+                    (true, 0),
+                    (true, 8),
+                    (true, 0),
+                    (true, 8),
+                    (true, 0),
+                ],
+                vec![(false, 0), (true, 8), (true, 0)],
+                true,
+                6,
+            ),
+            with(
+                vec![(true, 0), (false, 2 * size)],
+                vec![(true, 0)],
+                false,
+                0,
+            ),
+        ]);
+    }
+    cases
+}
+
+#[test]
+fn reductions_leave_the_hosts_bits() {
+    let mut random = Random(3);
+    for dtype in DataType::ALL {
+        for op in ReduceOp::ALL {
+            for (i, case) in shapes(dtype.size()).iter().enumerate() {
+                compare(case, dtype, op, [1, 3, 4][i % 3], &mut random);
+            }
+        }
+    }
+}
+
+#[test]
+fn halves_are_converted_as_on_the_host() {
+    // Every value of the small types, against every kind of other.
+    for dtype in [
+        DataType::F16,
+        DataType::Bf16,
+        DataType::F8E4M3,
+        DataType::F8E5M2,
+    ] {
+        let mut random = Random(4);
+        let case = Case {
+            elements: 1 << 16,
+            sources: vec![(false, 0); 2],
+            destinations: vec![(false, 0)],
+            in_place: false,
+            divisor: 7,
+        };
+        for op in ReduceOp::ALL {
+            compare(&case, dtype, op, 2, &mut random);
+        }
+    }
+}
+
+#[test]
+fn a_source_that_does_not_come_ends_the_reduction() {
+    // On the wide path (the first four bytes of a whole piece) and on the one for parts.
+    for (elements, missing) in [(16, 1_usize), (16, 3), (5, 0), (5, 1)] {
+        let mut table = vec![0_u64; TABLE_BYTES / 8];
+        let mut sent = Guarded::new(16 * 8, 0);
+        let mut plain = Guarded::new(64, 0);
+        let mut out = Guarded::new(64, 0);
+        let address = table.as_mut_ptr() as u64;
+        let (words, raw, to) = (sent.addr(), plain.addr(), out.addr());
+        // SAFETY: the ranges have these sizes.
+        unsafe {
+            copy_to_packets(&HostBlock::NO_WAIT, words, raw, 64, FLAG);
+            (words as *mut u64).add(missing).write(0);
+        }
+        let from = [location(false, raw), location(true, words)];
+        let ends = Team::new(2, 3).run(|block| {
+            // SAFETY: the locations have room for the elements.
+            let mine = unsafe {
+                GpuReducer::<f32, _>::new(ReduceOp::Sum, address).reduce(
+                    block,
+                    &Sources {
+                        count: 2,
+                        at: |i| from[i as usize],
+                    },
+                    &Sources {
+                        count: 1,
+                        at: |_| Location::raw(to),
+                    },
+                    elements,
+                    0,
+                    FLAG,
+                )
+            };
+            block.sync(mine)
+        });
+        assert_eq!(ends, [Err(Stopped::Deadline); 2], "word {missing}");
+    }
+}
+
+#[test]
+fn packets_of_a_gpu_are_read_by_the_host() {
+    let mut random = Random(5);
+    let data = random.bytes(99);
+    let mut from = Guarded::holding(&data, 3);
+    let mut memory = Guarded::new(25 * 8, 0);
+    let mut back = Guarded::new(99, 1);
+    let (a, b, c) = (from.addr(), memory.addr(), back.addr());
+    // SAFETY: the ranges have these sizes.
+    unsafe {
+        in_turn(7, |block| packets::copy_to_packets(block, b, a, 99, FLAG));
+        let done = copy_from_packets(&HostBlock::NO_WAIT, SITE, c, b, 99, FLAG);
+        assert_eq!(done, Ok(()));
+    }
+    assert_eq!(back.bytes(), data);
+}

@@ -1,0 +1,301 @@
+//! Results worth keeping between runs, as files: compiled kernels, and what probes found.
+//!
+//! An entry is written aside and renamed, so that it is there whole or not at all, and carries a
+//! checksum, so that a damaged one is a miss. Its name is the hash of everything it depends on.
+//! Nothing here can fail: a directory that cannot be used is a cache that never hits.
+//!
+//! ```text
+//! 0   8 bytes   "cwcache1"
+//! 8   32 bytes  SHA-256 of what follows
+//! 40  to the end: the value
+//! ```
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use sha2::{Digest, Sha256};
+
+/// A directory of results, or none.
+#[derive(Debug)]
+pub struct Cache {
+    directory: Option<PathBuf>,
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+/// What an entry depends on, hashed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Key {
+    name: String,
+}
+
+impl Key {
+    /// `kind` is for people who look at the directory. Parts are told apart by their lengths.
+    pub(super) fn new(kind: &str, parts: &[&[u8]]) -> Self {
+        let mut hash = Sha256::new();
+        for part in parts {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        let name = hash
+            .finalize()
+            .iter()
+            .fold(format!("{kind}-"), |name, byte| format!("{name}{byte:02x}"));
+        Self { name }
+    }
+}
+
+const MAGIC: &[u8; 8] = b"cwcache1";
+const HEADER: usize = 40;
+/// More than any module of ours; a larger file is not ours.
+const LARGEST: u64 = 256 << 20;
+
+impl Cache {
+    /// The cache of this user: `$CROSSWEFT_CACHE_DIR`, else `$XDG_CACHE_HOME/crossweft`, else
+    /// `~/.cache/crossweft`. An empty `CROSSWEFT_CACHE_DIR` turns it off.
+    #[must_use]
+    pub fn from_environment() -> Self {
+        Self::decide(|name| std::env::var_os(name))
+    }
+
+    /// As [`from_environment`](Self::from_environment), by an environment that `variable` gives.
+    #[must_use]
+    pub fn decide(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        // A relative path would be another directory for each that a program is started in.
+        let absolute = |name| {
+            variable(name)
+                .map(PathBuf::from)
+                .filter(|p| p.is_absolute())
+        };
+        let directory = match variable("CROSSWEFT_CACHE_DIR") {
+            Some(own) if own.is_empty() => None,
+            Some(own) => std::path::absolute(own).ok(),
+            None => absolute("XDG_CACHE_HOME")
+                .or_else(|| Some(absolute("HOME")?.join(".cache")))
+                .map(|caches| caches.join("crossweft")),
+        };
+        Self::new(directory)
+    }
+
+    /// A cache in `directory`, which is made when first needed.
+    #[must_use]
+    pub fn at(directory: &Path) -> Self {
+        Self::new(Some(directory.to_owned()))
+    }
+
+    /// A cache that keeps nothing.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::new(None)
+    }
+
+    fn new(directory: Option<PathBuf>) -> Self {
+        Self {
+            directory,
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+        }
+    }
+
+    /// The directory, whether or not it is there.
+    #[must_use]
+    pub fn directory(&self) -> Option<&Path> {
+        self.directory.as_deref()
+    }
+
+    /// Number of entries, and their bytes together.
+    #[must_use]
+    pub fn usage(&self) -> (u64, u64) {
+        let entries = self.directory.iter().flat_map(fs::read_dir).flatten();
+        let entries = entries.flatten().filter_map(|entry| entry.metadata().ok());
+        let files = entries.filter(fs::Metadata::is_file);
+        files.fold((0, 0), |(count, bytes), file| {
+            (count + 1, bytes + file.len())
+        })
+    }
+
+    /// How many look-ups found something, and how many did not, through this value.
+    #[must_use]
+    pub fn hits_and_misses(&self) -> (u64, u64) {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (count(&self.hits), count(&self.misses))
+    }
+
+    /// The value stored under `key`, if it is there and whole.
+    pub(super) fn load(&self, key: &Key) -> Option<Vec<u8>> {
+        let found = self.directory.as_ref().and_then(|directory| {
+            let path = directory.join(&key.name);
+            match read(&path) {
+                Ok(value) => Some(value),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+                Err(error) => {
+                    tracing::debug!(path = %path.display(), %error, "a cache entry is unusable");
+                    None
+                }
+            }
+        });
+        let counter = if found.is_some() {
+            &self.hits
+        } else {
+            &self.misses
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+        found
+    }
+
+    /// Stores a value under `key`, if that is possible.
+    pub(super) fn store(&self, key: &Key, value: &[u8]) {
+        if let Some(directory) = &self.directory
+            && let Err(error) = write(directory, &key.name, value)
+        {
+            tracing::debug!(directory = %directory.display(), %error, "nothing is cached");
+        }
+    }
+}
+
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let damaged = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits().cast_signed())
+        .open(path)?;
+    // What is read here runs on the device, in this process's name.
+    let metadata = file.metadata()?;
+    let own = rustix::process::geteuid().as_raw();
+    if !metadata.is_file() || metadata.uid() != own || metadata.mode() & 0o022 != 0 {
+        return Err(damaged("it is not a file that only this user can write"));
+    }
+    if metadata.len() > LARGEST {
+        return Err(damaged("it is too large to be an entry"));
+    }
+    let mut bytes = Vec::new();
+    file.take(LARGEST).read_to_end(&mut bytes)?;
+    let (header, value) = bytes
+        .split_at_checked(HEADER)
+        .ok_or_else(|| damaged("it is truncated"))?;
+    if &header[..8] != MAGIC || header[8..] != Sha256::digest(value)[..] {
+        return Err(damaged("its checksum is wrong"));
+    }
+    bytes.drain(..HEADER);
+    Ok(bytes)
+}
+
+fn write(directory: &Path, name: &str, value: &[u8]) -> io::Result<()> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)?;
+    // No other thread that is alive has this name; a dead one's leavings are overwritten.
+    let (process, thread) = (std::process::id(), std::thread::current().id());
+    let aside = directory.join(format!(".{name}.{process}.{thread:?}"));
+    let written = || {
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits().cast_signed())
+            .mode(0o600)
+            .open(&aside)?;
+        file.write_all(MAGIC)?;
+        file.write_all(&Sha256::digest(value))?;
+        file.write_all(value)?;
+        fs::rename(&aside, directory.join(name))
+    };
+    written().inspect_err(|_| {
+        // It may not be there; that is what is wanted.
+        let _ = fs::remove_file(&aside);
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn key() -> Key {
+        Key::new("t", &[b"ab", b"c"])
+    }
+
+    #[test]
+    fn values_come_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::at(&directory.path().join("a/b"));
+        assert_eq!(cache.load(&key()), None);
+        cache.store(&key(), b"value");
+        assert_eq!(cache.load(&key()).unwrap(), b"value");
+        cache.store(&key(), b"");
+        assert_eq!(cache.load(&key()).unwrap(), b"");
+        assert_eq!(cache.hits_and_misses(), (2, 1));
+        assert_eq!(cache.usage(), (1, 40));
+        let file = directory.path().join("a/b").join(key().name);
+        assert_eq!(fs::metadata(file).unwrap().mode() & 0o777, 0o600);
+        assert_ne!(key(), Key::new("t", &[b"a", b"bc"]), "parts have ends");
+    }
+
+    #[test]
+    fn damaged_and_foreign_entries_are_misses() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::at(directory.path());
+        let path = directory.path().join(key().name);
+        let good = || {
+            cache.store(&key(), b"a value of some bytes");
+            assert!(cache.load(&key()).is_some());
+            fs::read(&path).unwrap()
+        };
+        let whole = good();
+        for length in 0..whole.len() {
+            fs::write(&path, &whole[..length]).unwrap();
+            assert_eq!(cache.load(&key()), None, "{length}");
+        }
+        for index in 0..whole.len() {
+            let mut bytes = whole.clone();
+            bytes[index] ^= 1;
+            fs::write(&path, bytes).unwrap();
+            assert_eq!(cache.load(&key()), None, "{index}");
+        }
+        good();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
+        assert_eq!(cache.load(&key()), None, "others could have written it");
+        fs::remove_file(&path).unwrap();
+        fs::write(directory.path().join("elsewhere"), &whole).unwrap();
+        std::os::unix::fs::symlink(directory.path().join("elsewhere"), &path).unwrap();
+        assert_eq!(cache.load(&key()), None, "a link");
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_used_is_no_cache() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("file");
+        fs::write(&file, "").unwrap();
+        for cache in [Cache::at(&file.join("below")), Cache::none()] {
+            cache.store(&key(), b"value");
+            assert_eq!(cache.load(&key()), None);
+            assert_eq!(cache.usage(), (0, 0));
+        }
+    }
+
+    #[test]
+    fn where_it_is() {
+        let decide = |set: &[(&str, &str)]| {
+            let cache = Cache::decide(|name| {
+                let found = set.iter().find(|(key, _)| *key == name);
+                found.map(|(_, value)| value.into())
+            });
+            cache.directory().map(|path| path.display().to_string())
+        };
+        let home = ("HOME", "/home/a");
+        let xdg = ("XDG_CACHE_HOME", "/x");
+        assert_eq!(decide(&[home]).unwrap(), "/home/a/.cache/crossweft");
+        assert_eq!(decide(&[home, xdg]).unwrap(), "/x/crossweft");
+        let own = ("CROSSWEFT_CACHE_DIR", "/own");
+        assert_eq!(decide(&[home, xdg, own]).unwrap(), "/own");
+        assert_eq!(decide(&[home, ("CROSSWEFT_CACHE_DIR", "")]), None);
+        assert_eq!(decide(&[("XDG_CACHE_HOME", "relative")]), None);
+        assert_eq!(decide(&[]), None);
+    }
+}

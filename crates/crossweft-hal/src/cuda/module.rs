@@ -1,0 +1,554 @@
+//! Modules: PTX, compiled by the driver and kept as cubin, and the kernels in them.
+
+use std::ffi::{CString, c_int, c_uint, c_void};
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use super::cache::{Cache, Key};
+use super::context::Context;
+use super::driver::Driver;
+use super::error::CudaError;
+use super::stream::Stream;
+use super::sys::{self, CuFunction, CuLink, CuModule, DeviceAttribute, FunctionAttribute, jit};
+
+/// How PTX is compiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CompileOptions {
+    /// 0 to 4; 4 is the driver's own default.
+    pub optimization: u32,
+    /// Registers of a thread at most, where the PTX does not say.
+    pub max_registers: Option<u32>,
+    /// Whether profilers can map instructions to source lines.
+    pub line_info: bool,
+}
+
+impl Default for CompileOptions {
+    fn default() -> Self {
+        Self {
+            optimization: 4,
+            max_registers: None,
+            line_info: false,
+        }
+    }
+}
+
+/// A module, loaded. Unloaded with the last of its kernels.
+#[derive(Debug)]
+pub struct Module {
+    context: Arc<Context>,
+    raw: CuModule,
+    name: String,
+    cached: bool,
+}
+
+impl Module {
+    /// Loads PTX: compiled by an earlier run if `cache` has that, else by the driver now. `name`
+    /// is for messages. Blocks: a few ms if cached, else 10 ms to seconds.
+    ///
+    /// # Errors
+    /// [`CudaError::Compile`] with the compiler's words, [`CudaError::OutOfMemory`],
+    /// [`CudaError::Call`].
+    pub fn load(
+        context: &Arc<Context>,
+        name: &str,
+        ptx: &str,
+        options: &CompileOptions,
+        cache: &Cache,
+    ) -> Result<Arc<Self>, CudaError> {
+        let key = key(context, ptx, options)?;
+        if let Some(cubin) = cache.load(&key) {
+            match Self::from_cubin(context, name, &cubin, true) {
+                Err(error) if !error.is_context_lost() => {
+                    tracing::debug!(module = name, %error, "compiling anew: the cached one fails");
+                }
+                other => return other,
+            }
+        }
+        let cubin = compile(context, name, ptx, options)?;
+        let module = Self::from_cubin(context, name, &cubin, false)?;
+        // Only what loads is worth keeping.
+        cache.store(&key, &cubin);
+        Ok(module)
+    }
+
+    fn from_cubin(
+        context: &Arc<Context>,
+        name: &str,
+        cubin: &[u8],
+        cached: bool,
+    ) -> Result<Arc<Self>, CudaError> {
+        let mut raw = CuModule::NULL;
+        context.run(|driver| {
+            // SAFETY: a valid place for the answer. The image is whole (it came from the compiler,
+            // directly or by a file with a checksum); the driver copies it.
+            unsafe { driver.cuModuleLoadData(&raw mut raw, cubin.as_ptr().cast()) }
+        })?;
+        Ok(Arc::new(Self {
+            context: Arc::clone(context),
+            raw,
+            name: name.to_owned(),
+            cached,
+        }))
+    }
+
+    /// Whether it was compiled by an earlier run.
+    #[must_use]
+    pub fn was_cached(&self) -> bool {
+        self.cached
+    }
+
+    /// A kernel of it, on the device and ready: launching it loads nothing, which with the
+    /// driver's lazy loading would otherwise wait for running kernels to end.
+    ///
+    /// # Errors
+    /// [`CudaError::UnknownKernel`], [`CudaError::Call`], [`CudaError::OutOfMemory`].
+    pub fn kernel(self: &Arc<Self>, name: &str) -> Result<Kernel, CudaError> {
+        let unknown = || CudaError::UnknownKernel {
+            module: self.name.clone(),
+            kernel: name.to_owned(),
+        };
+        let symbol = CString::new(name).map_err(|_| unknown())?;
+        let mut function = CuFunction::NULL;
+        let attributes = self.context.run(|driver| {
+            // SAFETY: a valid place for the answer, a string, and the module lives.
+            let found =
+                unsafe { driver.cuModuleGetFunction(&raw mut function, self.raw, symbol.as_ptr()) };
+            found.map_err(|error| match error.is_code(sys::NOT_FOUND) {
+                true => unknown(),
+                false => error,
+            })?;
+            touch(driver, function)?;
+            Attributes::of(driver, function)
+        })?;
+        Ok(Kernel {
+            module: Arc::clone(self),
+            function,
+            name: name.to_owned(),
+            attributes,
+        })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        self.context.release("a module", |driver| {
+            // SAFETY: loaded in `from_cubin`; its kernels, which hold this, are gone.
+            unsafe { driver.cuModuleUnload(self.raw) }
+        });
+    }
+}
+
+/// Everything that the result of compiling depends on.
+fn key(context: &Context, ptx: &str, options: &CompileOptions) -> Result<Key, CudaError> {
+    let device = context.device();
+    let (major, minor) = (
+        device.attribute(DeviceAttribute::ComputeMajor)?,
+        device.attribute(DeviceAttribute::ComputeMinor)?,
+    );
+    let target = format!("sm_{major}{minor}");
+    let driver = context.driver();
+    let version = driver.version().to_string();
+    let parts = [
+        target.as_bytes(),
+        version.as_bytes(),
+        driver.build().as_bytes(),
+        &format!("{options:?}").into_bytes(),
+        ptx.as_bytes(),
+    ];
+    Ok(Key::new(&target, &parts))
+}
+
+/// Room for what the compiler has to say.
+const LOG_BYTES: usize = 16 << 10;
+
+fn compile(
+    context: &Context,
+    name: &str,
+    ptx: &str,
+    options: &CompileOptions,
+) -> Result<Vec<u8>, CudaError> {
+    /// Ends what was begun, whatever happens between.
+    struct Link<'a>(&'a Driver, CuLink);
+    impl Drop for Link<'_> {
+        fn drop(&mut self) {
+            // SAFETY: made below, and dropped once. It never fails for a link that lives.
+            let _ = unsafe { self.0.cuLinkDestroy(self.1) };
+        }
+    }
+
+    let invalid = |log: String| CudaError::Compile {
+        module: name.to_owned(),
+        device: context.ordinal(),
+        name: "not text",
+        log,
+    };
+    let text = CString::new(ptx).map_err(|error| invalid(error.to_string()))?;
+    let (mut info, mut errors) = (vec![0_u8; LOG_BYTES], vec![0_u8; LOG_BYTES]);
+    // Numbers are passed as if they were pointers.
+    let number = |value: usize| std::ptr::without_provenance_mut::<c_void>(value);
+    let mut settings = vec![
+        (jit::INFO_LOG, info.as_mut_ptr().cast()),
+        (jit::INFO_LOG_BYTES, number(LOG_BYTES)),
+        (jit::ERROR_LOG, errors.as_mut_ptr().cast()),
+        (jit::ERROR_LOG_BYTES, number(LOG_BYTES)),
+        (jit::OPTIMIZATION, number(options.optimization as usize)),
+    ];
+    if let Some(registers) = options.max_registers {
+        settings.push((jit::MAX_REGISTERS, number(registers as usize)));
+    }
+    if options.line_info {
+        settings.push((jit::LINE_INFO, number(1)));
+    }
+    let (mut names, mut values): (Vec<c_int>, Vec<*mut c_void>) = settings.into_iter().unzip();
+
+    let compiled = context.run(|driver| {
+        let mut link = CuLink::NULL;
+        // SAFETY: as many names as values; the logs and both lists outlive the link.
+        unsafe {
+            driver.cuLinkCreate_v2(
+                names.len() as c_uint,
+                names.as_mut_ptr(),
+                values.as_mut_ptr(),
+                &raw mut link,
+            )?;
+        }
+        let link = Link(driver, link);
+        let bytes = text.as_bytes_with_nul();
+        // SAFETY: the text ends with a null, which the size counts, and is only read.
+        unsafe {
+            driver.cuLinkAddData_v2(
+                link.1,
+                jit::INPUT_PTX,
+                bytes.as_ptr().cast_mut().cast(),
+                bytes.len(),
+                c"crossweft.ptx".as_ptr(),
+                0,
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+            )?;
+        }
+        let (mut cubin, mut length) = (std::ptr::null_mut(), 0);
+        // SAFETY: valid places for the answers.
+        unsafe { driver.cuLinkComplete(link.1, &raw mut cubin, &raw mut length)? };
+        // SAFETY: the driver's own memory, which it keeps until the link is destroyed.
+        Ok(unsafe { std::slice::from_raw_parts(cubin.cast::<u8>(), length) }.to_vec())
+    });
+    let log = log_text(&errors);
+    compiled.map_err(|error| match error {
+        CudaError::Call {
+            code,
+            name: what,
+            advice,
+            ..
+        } if !log.is_empty() || is_about_code(code) => CudaError::Compile {
+            module: name.to_owned(),
+            device: context.ordinal(),
+            name: what,
+            log: match log {
+                log if log.is_empty() => advice.to_owned(),
+                log => log,
+            },
+        },
+        other => other,
+    })
+}
+
+/// Whether an error speaks of what was to be compiled, or of the compiler.
+fn is_about_code(code: u32) -> bool {
+    matches!(code, 200 | 209 | 218 | 221..=223)
+}
+
+fn log_text(bytes: &[u8]) -> String {
+    let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).trim().to_owned()
+}
+
+/// Puts a function on the device now. Since CUDA 12.4 there is a call for that; with older drivers
+/// asking for the number of registers, which only a loaded function has, does it.
+fn touch(driver: &Driver, function: CuFunction) -> Result<(), CudaError> {
+    // SAFETY: the function's module lives.
+    let loaded = unsafe { driver.cuFuncLoad(function) };
+    if Driver::is_missing(&loaded) {
+        return Attributes::one(driver, function, FunctionAttribute::Registers).map(drop);
+    }
+    loaded
+}
+
+/// What a kernel takes of a multiprocessor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Attributes {
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes of shared memory that the kernel itself declares, a block.
+    pub shared_bytes: u32,
+    /// Bytes of local memory of a thread: spills, and arrays indexed at run time.
+    pub local_bytes: u32,
+    /// Threads that a block may have.
+    pub max_threads: u32,
+}
+
+impl Attributes {
+    fn of(driver: &Driver, function: CuFunction) -> Result<Self, CudaError> {
+        let one = |attribute| Self::one(driver, function, attribute);
+        Ok(Self {
+            registers: one(FunctionAttribute::Registers)?,
+            shared_bytes: one(FunctionAttribute::SharedBytes)?,
+            local_bytes: one(FunctionAttribute::LocalBytes)?,
+            max_threads: one(FunctionAttribute::MaxThreads)?,
+        })
+    }
+
+    fn one(
+        driver: &Driver,
+        function: CuFunction,
+        attribute: FunctionAttribute,
+    ) -> Result<u32, CudaError> {
+        let mut value = 0;
+        // SAFETY: a valid place for the answer; the function's module lives.
+        unsafe { driver.cuFuncGetAttribute(&raw mut value, attribute, function)? };
+        Ok(u32::try_from(value).unwrap_or(0))
+    }
+}
+
+/// The size of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Blocks in x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a block in x, y and z.
+    pub block: [u32; 3],
+    /// Bytes of shared memory of a block, beside what the kernel declares.
+    pub shared_bytes: u32,
+}
+
+impl Shape {
+    /// `blocks` blocks of `threads` threads, in a row.
+    #[must_use]
+    pub fn linear(blocks: u32, threads: u32) -> Self {
+        Self {
+            grid: [blocks, 1, 1],
+            block: [threads, 1, 1],
+            shared_bytes: 0,
+        }
+    }
+
+    /// The same with so many bytes of shared memory a block.
+    #[must_use]
+    pub fn with_shared_bytes(self, shared_bytes: u32) -> Self {
+        Self {
+            shared_bytes,
+            ..self
+        }
+    }
+}
+
+/// An argument of a launch, by reference; the value is copied during the launch. Structures are
+/// `repr(C)`, memory is its address as `u64`.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct Argument<'a> {
+    value: *mut c_void,
+    lifetime: PhantomData<&'a ()>,
+}
+
+impl<'a, T: Copy> From<&'a T> for Argument<'a> {
+    fn from(value: &'a T) -> Self {
+        Self {
+            value: std::ptr::from_ref(value).cast_mut().cast(),
+            lifetime: PhantomData,
+        }
+    }
+}
+
+/// A kernel, ready on its device.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    module: Arc<Module>,
+    function: CuFunction,
+    name: String,
+    attributes: Attributes,
+}
+
+impl Kernel {
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it takes of a multiprocessor.
+    #[must_use]
+    pub fn attributes(&self) -> Attributes {
+        self.attributes
+    }
+
+    /// The context that it is loaded in.
+    #[must_use]
+    pub fn context(&self) -> &Arc<Context> {
+        &self.module.context
+    }
+
+    /// Bytes of each of its parameters, in order, to compare with what will be passed. `None` if
+    /// the driver cannot tell (before CUDA 12.4).
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn parameter_bytes(&self) -> Result<Option<Vec<u64>>, CudaError> {
+        self.context().run(|driver| {
+            let mut parameters = Vec::new();
+            loop {
+                let (mut offset, mut bytes) = (0, 0);
+                // SAFETY: valid places for the answers; the module lives.
+                let asked = unsafe {
+                    driver.cuFuncGetParamInfo(
+                        self.function,
+                        parameters.len(),
+                        &raw mut offset,
+                        &raw mut bytes,
+                    )
+                };
+                match asked {
+                    Ok(()) => parameters.push(bytes as u64),
+                    // What lies beyond the last parameter.
+                    Err(error) if error.is_code(sys::INVALID_VALUE) => return Ok(Some(parameters)),
+                    Err(CudaError::Unsupported { .. }) => return Ok(None),
+                    Err(error) => return Err(error),
+                }
+            }
+        })
+    }
+
+    /// Lets launches ask for up to so many bytes of shared memory a block; more than 48 KiB have
+    /// to be announced. Part of preparing.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] if the device has less.
+    pub fn allow_shared_bytes(&self, bytes: u32) -> Result<(), CudaError> {
+        let value = c_int::try_from(bytes).unwrap_or(c_int::MAX);
+        self.context().run(|driver| {
+            let attribute = FunctionAttribute::MaxDynamicSharedBytes;
+            // SAFETY: the module lives.
+            unsafe { driver.cuFuncSetAttribute(self.function, attribute, value) }
+        })
+    }
+
+    /// Blocks of `threads` threads, with `shared_bytes` bytes of shared memory each, that one
+    /// multiprocessor holds at a time; 0 if not even one.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn max_active_blocks(&self, threads: u32, shared_bytes: u32) -> Result<u32, CudaError> {
+        let count = c_int::try_from(threads).unwrap_or(c_int::MAX);
+        let mut blocks = 0;
+        self.context().run(|driver| {
+            // SAFETY: a valid place for the answer; the module lives.
+            unsafe {
+                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                    &raw mut blocks,
+                    self.function,
+                    count,
+                    shared_bytes as usize,
+                )
+            }
+        })?;
+        Ok(u32::try_from(blocks).unwrap_or(0))
+    }
+
+    /// As many such blocks as the whole device holds at a time, if nothing else runs on it. A grid
+    /// whose blocks wait for each other must not have more.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn max_resident_blocks(&self, threads: u32, shared_bytes: u32) -> Result<u32, CudaError> {
+        let device = self.context().device();
+        let multiprocessors = device.attribute(DeviceAttribute::Multiprocessors)?;
+        let each = self.max_active_blocks(threads, shared_bytes)?;
+        Ok(each.saturating_mul(multiprocessors))
+    }
+
+    /// Launches it in `stream`'s order. Does not block, unless the stream's queue is full.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] if the shape is impossible; [`CudaError::ContextLost`] if an earlier
+    /// kernel broke the context.
+    ///
+    /// # Safety
+    /// The arguments must be as many, and of such types, as the kernel takes
+    /// ([`parameter_bytes`](Self::parameter_bytes) helps to check). Until it has ended, addresses
+    /// among them must be valid, nobody else may use that memory in ways that the kernel does not
+    /// allow for, and this, or a clone of it, must be kept.
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        shape: &Shape,
+        arguments: &[Argument<'_>],
+    ) -> Result<(), CudaError> {
+        let Shape {
+            grid: [gx, gy, gz],
+            block: [bx, by, bz],
+            shared_bytes,
+        } = *shape;
+        self.context().run(|driver| {
+            // SAFETY: module and stream live; the driver only reads the list of arguments, which
+            // are pointers to values; the caller vouches for the values.
+            unsafe {
+                driver.cuLaunchKernel(
+                    self.function,
+                    gx,
+                    gy,
+                    gz,
+                    bx,
+                    by,
+                    bz,
+                    shared_bytes,
+                    stream.handle(),
+                    list(arguments),
+                    std::ptr::null_mut(),
+                )
+            }
+        })
+    }
+
+    /// As [`launch`](Self::launch), and guarantees that all blocks are resident at once, or refuses.
+    ///
+    /// # Errors
+    /// As for [`launch`](Self::launch); also [`CudaError::Call`] if not all blocks can be resident.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    pub unsafe fn launch_cooperative(
+        &self,
+        stream: &Stream,
+        shape: &Shape,
+        arguments: &[Argument<'_>],
+    ) -> Result<(), CudaError> {
+        let Shape {
+            grid: [gx, gy, gz],
+            block: [bx, by, bz],
+            shared_bytes,
+        } = *shape;
+        self.context().run(|driver| {
+            // SAFETY: as in `launch`.
+            unsafe {
+                driver.cuLaunchCooperativeKernel(
+                    self.function,
+                    gx,
+                    gy,
+                    gz,
+                    bx,
+                    by,
+                    bz,
+                    shared_bytes,
+                    stream.handle(),
+                    list(arguments),
+                )
+            }
+        })
+    }
+}
+
+/// A list of arguments as the driver takes it: an [`Argument`] is a pointer to a value.
+fn list(arguments: &[Argument<'_>]) -> *mut *mut c_void {
+    arguments.as_ptr().cast_mut().cast()
+}

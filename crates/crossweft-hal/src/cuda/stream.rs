@@ -1,0 +1,264 @@
+//! Streams and events: order, time, and waits that end.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::context::Context;
+use super::driver::Driver;
+use super::error::CudaError;
+use super::sys::{self, CuEvent, CuStream};
+
+/// An ordered queue of work on a device.
+#[derive(Debug)]
+pub struct Stream {
+    context: Arc<Context>,
+    raw: CuStream,
+    owned: bool,
+}
+
+impl Stream {
+    /// A stream of one's own that does not wait for the legacy default stream. Work still queued
+    /// when it is dropped runs to its end.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let mut raw = CuStream::NULL;
+        context.run(|driver| {
+            // SAFETY: a valid place for the answer.
+            unsafe { driver.cuStreamCreate(&raw mut raw, sys::STREAM_NON_BLOCKING) }
+        })?;
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+            owned: true,
+        })
+    }
+
+    /// Somebody else's stream, such as PyTorch's `stream.cuda_stream`, by its raw handle; 0 is the
+    /// legacy default stream. It is not destroyed when this is dropped.
+    ///
+    /// # Safety
+    /// The stream must belong to the primary context of this device and outlive this.
+    #[must_use]
+    pub unsafe fn from_raw(context: &Arc<Context>, raw: u64) -> Self {
+        Self {
+            context: Arc::clone(context),
+            raw: CuStream(std::ptr::with_exposed_provenance_mut(raw as usize)),
+            owned: false,
+        }
+    }
+
+    /// The raw handle, for other libraries.
+    #[must_use]
+    pub fn raw(&self) -> u64 {
+        self.raw.0.expose_provenance() as u64
+    }
+
+    pub(super) fn handle(&self) -> CuStream {
+        self.raw
+    }
+
+    /// The context that it belongs to.
+    #[must_use]
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Whether what is submitted is being recorded into a graph instead of run. Then only launches,
+    /// asynchronous copies and events are possible.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`], also while a capture has been spoilt.
+    pub fn is_capturing(&self) -> Result<bool, CudaError> {
+        self.context.run(|driver| self.capturing(driver))
+    }
+
+    fn capturing(&self, driver: &Driver) -> Result<bool, CudaError> {
+        let mut status = sys::CAPTURE_NONE;
+        // SAFETY: a valid place for the answer; the stream lives.
+        unsafe { driver.cuStreamIsCapturing(self.raw, &raw mut status)? };
+        Ok(status != sys::CAPTURE_NONE)
+    }
+
+    /// Whether all work submitted so far has ended. Does not block.
+    ///
+    /// # Errors
+    /// [`CudaError::Capturing`]; [`CudaError::ContextLost`] if the work broke the context.
+    pub fn is_idle(&self) -> Result<bool, CudaError> {
+        self.context.run(|driver| {
+            // Asking about a stream that is captured would spoil the capture.
+            if self.capturing(driver)? {
+                return Err(CudaError::Capturing {
+                    what: "asking whether work has ended",
+                });
+            }
+            // SAFETY: the stream lives.
+            ended(unsafe { driver.cuStreamQuery(self.raw) })
+        })
+    }
+
+    /// Blocks until all work submitted so far has ended, at most until `deadline`.
+    ///
+    /// # Errors
+    /// [`CudaError::Deadline`], after which the work is still running; and as for
+    /// [`is_idle`](Self::is_idle).
+    pub fn synchronize(&self, deadline: Instant) -> Result<(), CudaError> {
+        poll("work", &self.context, deadline, || self.is_idle())
+    }
+
+    /// Makes work submitted from now on wait, on the device, for what `event` recorded.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        self.context.run(|driver| {
+            // SAFETY: both live.
+            unsafe { driver.cuStreamWaitEvent(self.raw, event.raw, 0) }
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.owned {
+            self.context.release("a stream", |driver| {
+                // SAFETY: made in `new`, and nobody has it any more.
+                unsafe { driver.cuStreamDestroy_v2(self.raw) }
+            });
+        }
+    }
+}
+
+/// A point in a stream's work.
+#[derive(Debug)]
+pub struct Event {
+    context: Arc<Context>,
+    raw: CuEvent,
+}
+
+impl Event {
+    /// An event for order only, the cheapest.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::with_flags(context, sys::EVENT_DISABLE_TIMING)
+    }
+
+    /// An event that also takes the time.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn with_timing(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::with_flags(context, 0)
+    }
+
+    fn with_flags(context: &Arc<Context>, flags: u32) -> Result<Self, CudaError> {
+        let mut raw = CuEvent::NULL;
+        context.run(|driver| {
+            // SAFETY: a valid place for the answer.
+            unsafe { driver.cuEventCreate(&raw mut raw, flags) }
+        })?;
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+        })
+    }
+
+    /// Marks the point behind all work submitted to `stream` so far.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`], also if the stream is another device's.
+    pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.context.run(|driver| {
+            // SAFETY: both live.
+            unsafe { driver.cuEventRecord(self.raw, stream.raw) }
+        })
+    }
+
+    /// Whether the point last recorded was reached; also if none was. Does not block.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] if it was recorded during a capture; [`CudaError::ContextLost`].
+    pub fn is_reached(&self) -> Result<bool, CudaError> {
+        self.context.run(|driver| {
+            // SAFETY: the event lives.
+            ended(unsafe { driver.cuEventQuery(self.raw) })
+        })
+    }
+
+    /// Blocks until the point last recorded was reached, at most until `deadline`.
+    ///
+    /// # Errors
+    /// [`CudaError::Deadline`], and as for [`is_reached`](Self::is_reached).
+    pub fn synchronize(&self, deadline: Instant) -> Result<(), CudaError> {
+        poll("an event", &self.context, deadline, || self.is_reached())
+    }
+
+    /// The time on the device from `start` to this. Both must take the time and have been reached.
+    /// About 0.5 us fine.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] if one was not made by [`with_timing`](Self::with_timing), or was not
+    /// recorded or reached.
+    pub fn since(&self, start: &Self) -> Result<Duration, CudaError> {
+        let mut milliseconds = 0.0;
+        self.context.run(|driver| {
+            // SAFETY: a valid place for the answer; both live.
+            unsafe { driver.cuEventElapsedTime(&raw mut milliseconds, start.raw, self.raw) }
+        })?;
+        Ok(Duration::from_secs_f32(milliseconds.max(0.0) / 1000.0))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        self.context.release("an event", |driver| {
+            // SAFETY: made in `with_flags`, and nobody has it any more.
+            unsafe { driver.cuEventDestroy_v2(self.raw) }
+        });
+    }
+}
+
+/// What a query means.
+pub(super) fn ended(answer: Result<(), CudaError>) -> Result<bool, CudaError> {
+    match answer {
+        Ok(()) => Ok(true),
+        Err(error) if error.is_code(sys::NOT_READY) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// How long to ask without a pause: longer than a small collective takes.
+const SPIN: Duration = Duration::from_micros(100);
+/// The longest pause between questions.
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
+/// Asks until it is done, ever less often. The driver's own waits have no deadline.
+pub(super) fn poll(
+    what: &'static str,
+    context: &Context,
+    deadline: Instant,
+    mut is_done: impl FnMut() -> Result<bool, CudaError>,
+) -> Result<(), CudaError> {
+    let start = Instant::now();
+    let mut pause = Duration::from_micros(10);
+    while !is_done()? {
+        let now = Instant::now();
+        if now >= deadline {
+            return Err(CudaError::Deadline {
+                what,
+                device: context.ordinal(),
+                waited: now - start,
+            });
+        }
+        if now - start < SPIN {
+            std::hint::spin_loop();
+        } else {
+            std::thread::sleep(pause.min(deadline - now));
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,207 @@
+//! The GPU kernels: PTX that was compiled from `crossweft-device` and committed, and what to pass
+//! to it.
+//!
+//! A module of PTX for each data type holds the plan executor, for every operation; one more holds
+//! kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
+//! needs a CUDA toolkit. They are made by `cargo xtask kernels` from the sources in `kernels/`, and
+//! checked by `cargo xtask kernels --check`.
+//!
+//! # How to launch
+//!
+//! A plan's kernel ([`plan_entry`]) has two parameters: a [`PlanLaunch`] by value, and the address
+//! of an array of them. For one rank, pass its plan and 0; the grid has one block for each of the
+//! program's. For several ranks in one grid, pass the address of their plans in device memory (the
+//! first parameter is then not read, but must be there); the grid's second dimension is the rank,
+//! its first the largest number of blocks, and such a grid must be launched cooperatively. Blocks
+//! are one-dimensional, a multiple of 32 and at most [`MAX_THREADS`] threads. There is no dynamic
+//! shared memory.
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+use crossweft_device::DataType;
+pub use crossweft_device::gpu::{
+    GpuContext, MAX_OPERANDS, OneShotLaunch, PlanLaunch, StatusRecord,
+};
+
+/// Threads of a block, at most (`.maxntid`): what registers are there for, so that nothing is
+/// spilled.
+pub const MAX_THREADS: u32 = 384;
+
+/// The oldest compute capability that the kernels run on, as `major * 10 + minor`.
+pub const MIN_SM: u32 = 80;
+
+/// A module of PTX.
+#[derive(Clone, Copy, Debug)]
+pub struct Module {
+    /// Its name; that of its file is this, the architecture and `.ptx`.
+    pub name: &'static str,
+    /// The oldest compute capability it is for, as `major * 10 + minor`.
+    pub sm: u32,
+    /// The text.
+    pub ptx: &'static str,
+    /// Every entry point.
+    pub entries: &'static [&'static str],
+}
+
+macro_rules! modules {
+    ($($dtype:ident, $name:literal, $entry:literal;)*) => {
+        /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one for
+        /// tests and measurements.
+        pub const MODULES: &[Module] = &[
+            $(Module {
+                name: $name,
+                sm: 80,
+                ptx: include_str!(concat!("../../../kernels/ptx/", $name, ".sm_80.ptx")),
+                entries: &[$entry],
+            },)*
+            Module {
+                name: BENCH,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/bench.sm_80.ptx"),
+                entries: &bench::ALL,
+            },
+        ];
+
+        /// The name of a data type's module, and its entry point.
+        const fn of(dtype: DataType) -> Option<(&'static str, &'static str)> {
+            match dtype {
+                $(DataType::$dtype => Some(($name, $entry)),)*
+                // Data types to come.
+                _ => None,
+            }
+        }
+    };
+}
+
+modules! {
+    I8, "i8", "crossweft_plan_i8";
+    U8, "u8", "crossweft_plan_u8";
+    I16, "i16", "crossweft_plan_i16";
+    U16, "u16", "crossweft_plan_u16";
+    I32, "i32", "crossweft_plan_i32";
+    U32, "u32", "crossweft_plan_u32";
+    I64, "i64", "crossweft_plan_i64";
+    U64, "u64", "crossweft_plan_u64";
+    F16, "f16", "crossweft_plan_f16";
+    Bf16, "bf16", "crossweft_plan_bf16";
+    F32, "f32", "crossweft_plan_f32";
+    F64, "f64", "crossweft_plan_f64";
+    F8E4M3, "f8e4m3", "crossweft_plan_f8e4m3";
+    F8E5M2, "f8e5m2", "crossweft_plan_f8e5m2";
+}
+
+/// Name of the module for tests and measurements.
+const BENCH: &str = "bench";
+
+/// The module that runs plans on `dtype` on a GPU of compute capability `sm` (`major * 10 +
+/// minor`); `None` if that is older than [`MIN_SM`].
+#[must_use]
+pub fn plan_module(dtype: DataType, sm: u32) -> Option<&'static Module> {
+    of(dtype).and_then(|(name, _)| find(name, sm))
+}
+
+/// The entry point of [`plan_module`]; `None` for a data type that has no kernels. The operation is
+/// in the [`PlanLaunch`].
+#[must_use]
+pub const fn plan_entry(dtype: DataType) -> Option<&'static str> {
+    match of(dtype) {
+        Some((_, entry)) => Some(entry),
+        None => None,
+    }
+}
+
+/// The module for tests and measurements, whose entry points are in [`mod@bench`].
+#[must_use]
+pub fn bench_module(sm: u32) -> Option<&'static Module> {
+    find(BENCH, sm)
+}
+
+fn find(name: &str, sm: u32) -> Option<&'static Module> {
+    MODULES
+        .iter()
+        .filter(|module| module.name == name && module.sm <= sm)
+        .max_by_key(|module| module.sm)
+}
+
+/// Entry points of [`bench_module`]. Parameters are 64 bits wide, in this order, but where it says
+/// otherwise; `limit` stands for a [`GpuContext`] by value. `kernels/src/bench.rs` says what they
+/// do.
+pub mod bench {
+    /// `dst, src, bytes`.
+    pub const COPY: &str = "crossweft_copy";
+    /// `dst, a, b, elements`.
+    pub const ADD_BF16: &str = "crossweft_add_bf16";
+    /// The address of [`OneShotLaunch`](crate::OneShotLaunch)es, one for each row of the grid.
+    pub const ONE_SHOT_BF16: &str = "crossweft_one_shot_bf16";
+    /// `semaphores, first side: u32, rounds: u32, out, limit`.
+    pub const PING_PONG: &str = "crossweft_ping_pong";
+    /// `packets, first side: u32, rounds: u32, out, limit`.
+    pub const PACKET_ECHO: &str = "crossweft_packet_echo";
+    /// `fifo, count: u32, out, limit`.
+    pub const FIFO_PUSH: &str = "crossweft_fifo_push";
+    /// `counter, rounds: u32, out, limit`.
+    pub const GRID_BARRIER: &str = "crossweft_grid_barrier";
+    /// `memory, words, seed, counter`.
+    pub const PATTERN_WRITE: &str = "crossweft_pattern_write";
+    /// `memory, words, seed, counter, target, result, limit`.
+    pub const PATTERN_CHECK: &str = "crossweft_pattern_check";
+
+    /// Every one of them.
+    pub(crate) const ALL: [&str; 9] = [
+        COPY,
+        ADD_BF16,
+        ONE_SHOT_BF16,
+        PING_PONG,
+        PACKET_ECHO,
+        FIFO_PUSH,
+        GRID_BARRIER,
+        PATTERN_WRITE,
+        PATTERN_CHECK,
+    ];
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_data_type_has_its_module() {
+        for dtype in DataType::ALL {
+            let module = plan_module(dtype, 90).expect("a module");
+            let entry = plan_entry(dtype).expect("an entry");
+            assert_eq!(module.name, dtype.name());
+            assert_eq!(module.entries, [entry]);
+            assert!(module.ptx.contains(&format!(".entry {entry}(")), "{dtype}");
+            assert!(
+                module
+                    .ptx
+                    .contains(&format!("crossweft_plan[{}]", size_of::<PlanLaunch>()))
+            );
+            assert!(plan_module(dtype, MIN_SM).is_some());
+            assert!(plan_module(dtype, MIN_SM - 1).is_none());
+        }
+        assert_eq!(MODULES.len(), DataType::ALL.len() + 1);
+    }
+
+    #[test]
+    fn parameters_are_as_large_as_kernels_say() {
+        let module = plan_module(DataType::F32, 80).expect("a module");
+        let entry = plan_entry(DataType::F32).expect("an entry");
+        let parameter = format!("{entry}_param_0[{}]", size_of::<PlanLaunch>());
+        assert!(module.ptx.contains(&parameter), "{parameter}");
+    }
+
+    #[test]
+    fn text_is_for_the_architecture_it_is_filed_under() {
+        for module in MODULES {
+            assert!(
+                module.ptx.contains(&format!(".target sm_{}\n", module.sm)),
+                "{}",
+                module.name
+            );
+            for entry in module.entries {
+                assert!(module.ptx.contains(&format!(".entry {entry}(")), "{entry}");
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Memory that the threads of a block share.
+
+use core::arch::{asm, global_asm};
+
+use crossweft_device::gpu::block::{BlockState, Shared};
+use crossweft_device::gpu::{PlanLaunch, TABLE_BYTES};
+
+global_asm!(
+    ".shared .align 16 .b8 crossweft_table[{table}];",
+    ".shared .align 16 .b8 crossweft_plan[{plan}];",
+    ".shared .align 16 .b8 crossweft_state[{state}];",
+    table = const TABLE_BYTES,
+    state = const size_of::<BlockState>(),
+    plan = const size_of::<PlanLaunch>(),
+);
+
+macro_rules! addresses {
+    ($($(#[$doc:meta])* $name:ident, $symbol:literal;)*) => { $(
+        $(#[$doc])*
+        #[inline(always)]
+        pub(crate) fn $name() -> u64 {
+            let address;
+            // SAFETY: computes an address.
+            unsafe {
+                asm!(
+                    "{{",
+                    ".reg .b64 %shared;",
+                    concat!("mov.b64 %shared, ", $symbol, ";"),
+                    "cvta.shared.u64 {address}, %shared;",
+                    "}}",
+                    address = out(reg64) address,
+                    options(pure, nomem, nostack, preserves_flags),
+                );
+            }
+            address
+        }
+    )* };
+}
+
+addresses! {
+    /// A reduction's operands: [`TABLE_BYTES`] bytes.
+    table, "crossweft_table";
+    /// A [`PlanLaunch`].
+    #[cfg_attr(module = "bench", allow(dead_code))]
+    plan, "crossweft_plan";
+    /// A [`BlockState`].
+    state, "crossweft_state";
+}
+
+/// This crate's shared memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Here;
+
+impl Shared for Here {
+    #[inline(always)]
+    fn state() -> *mut BlockState {
+        state() as *mut BlockState
+    }
+}
