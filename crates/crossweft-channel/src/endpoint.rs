@@ -1,9 +1,9 @@
 //! One rank's end of a job.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crossweft_hal::cpu::{Bell, Context, SharedMemory, Supervisor, cores};
@@ -26,6 +26,8 @@ pub struct Endpoint {
     registry: Arc<Registry>,
     next_key: AtomicU64,
     next_number: AtomicU32,
+    /// Whom the proxy of each fifo is busy with, by the fifo's number.
+    proxies: Mutex<BTreeMap<u32, Arc<BusyWith>>>,
     bells: Bells,
     board: Board,
     /// Cores that the ranks of this host may use, all together.
@@ -34,6 +36,25 @@ pub struct Endpoint {
 
 /// Where a rank's board begins in its control memory.
 const BOARD: u64 = 2 * Bell::BYTES;
+
+/// The rank that a proxy is doing something for, which may take as long as that rank likes.
+#[derive(Debug, Default)]
+pub(crate) struct BusyWith(AtomicU32);
+
+impl BusyWith {
+    /// Does something that needs `rank`.
+    pub(crate) fn during<T>(&self, rank: u32, act: impl FnOnce() -> T) -> T {
+        // 0 stands for nobody.
+        self.0.store(rank.saturating_add(1), Ordering::Relaxed);
+        let result = act();
+        self.0.store(0, Ordering::Relaxed);
+        result
+    }
+
+    fn rank(&self) -> Option<u32> {
+        self.0.load(Ordering::Relaxed).checked_sub(1)
+    }
+}
 
 #[derive(Debug)]
 struct Bells {
@@ -105,6 +126,7 @@ impl Endpoint {
             registry: Arc::default(),
             next_key: AtomicU64::new(1),
             next_number: AtomicU32::new(0),
+            proxies: Mutex::default(),
             bells,
             board: Board::new(),
             cores,
@@ -239,6 +261,26 @@ impl Endpoint {
     /// A number for messages, the same on every rank if all ask in the same order.
     pub(crate) fn number(&self) -> u32 {
         self.next_number.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The proxy of a fifo starts. Until [`forget_proxy`](Self::forget_proxy), waits on the fifo
+    /// can tell whom it is busy with.
+    pub(crate) fn note_proxy(&self, fifo: u32, busy: &Arc<BusyWith>) {
+        self.proxies().insert(fifo, Arc::clone(busy));
+    }
+
+    /// It has ended.
+    pub(crate) fn forget_proxy(&self, fifo: u32) {
+        self.proxies().remove(&fifo);
+    }
+
+    /// The rank that the proxy of a fifo is busy with.
+    pub(crate) fn proxy_is_busy_with(&self, fifo: u32) -> Option<u32> {
+        self.proxies().get(&fifo)?.rank()
+    }
+
+    fn proxies(&self) -> MutexGuard<'_, BTreeMap<u32, Arc<BusyWith>>> {
+        self.proxies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Collects a value of every rank, in rank order. Collective.
@@ -393,6 +435,16 @@ fn share(
     let map = |rank: u32, (key, bytes)| {
         if rank == group.rank() || !group.is_same_host(rank) {
             return Ok(None);
+        }
+        // Kernels take all parts to be of this rank's size, and would write beyond a smaller one.
+        if bytes != memory.bytes() {
+            return Err(ChannelError::Mismatch {
+                what: what.to_owned(),
+                rank,
+                theirs: format!("{bytes} bytes"),
+                own_rank: group.rank(),
+                ours: format!("{} bytes", memory.bytes()),
+            });
         }
         let fd = group
             .fetch_fd(rank, key, deadline)

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crossweft_device::packet::{epoch_part, is_of_other_size};
 use crossweft_device::{Site, Stopped, WaitKind, Waiting};
 use crossweft_hal::cpu::Supervisor;
-use crossweft_net::PeerState;
+use crossweft_net::{PeerState, RankList};
 
 use crate::board::Call;
 use crate::{CallLine, Endpoint};
@@ -24,6 +24,8 @@ pub enum StopCause {
     PeerLeft {
         /// That rank.
         rank: u32,
+        /// What it had failed at before it left.
+        why: Option<String>,
     },
     /// The caller's deadline passed; everybody seems to be alive.
     Deadline {
@@ -49,7 +51,11 @@ impl fmt::Display for StopCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failure(failure) => f.write_str(failure),
-            Self::PeerLeft { rank } => write!(f, "rank {rank} has left the job"),
+            Self::PeerLeft { rank, why: None } => write!(f, "rank {rank} has left the job"),
+            Self::PeerLeft {
+                rank,
+                why: Some(why),
+            } => write!(f, "rank {rank} has left the job ({why})"),
             Self::Deadline { limit, peer: None } => write!(
                 f,
                 "the deadline of {limit:?} passed; a rank is late, stopped, or made other calls"
@@ -77,8 +83,6 @@ const LOOK_GRACE: Duration = Duration::from_millis(1);
 /// How long two ranks may wait for each other in different calls: another thread of theirs may be
 /// about to make the call that is missing.
 const CROSSED_GRACE: Duration = Duration::from_secs(5);
-/// After this a wait is reported, once.
-const SILENCE: Duration = Duration::from_secs(30);
 
 /// Supervises the waits of one launch.
 #[derive(Debug)]
@@ -124,13 +128,21 @@ impl<'a> Guard<'a> {
         match (stopped, self.endpoint.group().liveness().failure()) {
             (Stopped::Mismatch, _) => self.mismatch(waiting),
             (_, Some(failure)) => StopCause::Failure(failure.to_string()),
-            (Stopped::Deadline, None) => StopCause::Deadline {
-                limit: self.limit,
-                peer: self.peer_calls(waiting),
-            },
-            (_, None) if self.peer(waiting) == Some(PeerState::Left) => StopCause::PeerLeft {
-                rank: waiting.site.peer,
-            },
+            (Stopped::Deadline, None) => {
+                let cause = StopCause::Deadline {
+                    limit: self.limit,
+                    peer: self.suspects(waiting),
+                };
+                let waited_for = Self::describe(waiting);
+                let why = format!("it had waited for {waited_for}: {cause}");
+                self.endpoint.group().give_up(&why);
+                cause
+            }
+            (_, None) if self.peer(waiting) == Some(PeerState::Left) => {
+                let rank = waiting.site.peer;
+                let why = self.endpoint.group().liveness().why_left(rank);
+                StopCause::PeerLeft { rank, why }
+            }
             // Nothing ended this one: it was not even begun.
             (_, None) => StopCause::Poisoned,
         }
@@ -180,6 +192,34 @@ impl<'a> Guard<'a> {
         } = call;
         let name = self.endpoint.plan_name(plan);
         format!("is in call {begun} of plan {plan} ({name}) with {bytes} bytes")
+    }
+
+    /// Who may be why the deadline passed: the rank that is waited for may itself wait for another.
+    fn suspects(&self, waiting: &Waiting) -> Option<String> {
+        let silent = self.endpoint.group().liveness().silent_ranks();
+        let silent = (!silent.is_empty()).then(|| {
+            format!(
+                "{} not heard for {:?} or longer",
+                RankList(&silent),
+                self.endpoint.group().silence_after()
+            )
+        });
+        let words = self.peer_calls(waiting).into_iter();
+        let words: Vec<_> = words.chain(self.proxy(waiting)).chain(silent).collect();
+        (!words.is_empty()).then(|| words.join("; "))
+    }
+
+    /// Whom the proxy that is waited for waits for itself.
+    fn proxy(&self, waiting: &Waiting) -> Option<String> {
+        let Site { kind, channel, .. } = waiting.site;
+        if !matches!(kind, WaitKind::FifoSpace | WaitKind::FifoDone) {
+            return None;
+        }
+        let rank = self.endpoint.proxy_is_busy_with(channel)?;
+        let state = self.endpoint.group().liveness().peer(rank);
+        Some(format!(
+            "the proxy is busy with rank {rank}, which is {state}"
+        ))
     }
 
     /// What the rank that is waited for is calling, where that is known.
@@ -284,12 +324,16 @@ impl Guard<'_> {
     #[cold]
     fn report(&self, waiting: &Waiting, block: u32, waited: Duration) {
         if !self.reported.swap(true, Ordering::Relaxed) {
+            let state = self.peer(waiting);
             tracing::warn!(
-                "rank {} has waited {} s for {} in thread block {block}; that rank is {:?}",
+                "rank {} has waited {} s for {} in thread block {block}{}",
                 self.endpoint.rank(),
                 waited.as_secs(),
                 Self::describe(waiting),
-                self.peer(waiting),
+                state
+                    .map(|state| format!("that rank is {state}"))
+                    .or_else(|| self.proxy(waiting))
+                    .map_or_else(String::new, |words| format!("; {words}")),
             );
         }
     }
@@ -323,7 +367,7 @@ impl Supervisor for Guard<'_> {
         if waited > self.limit {
             return Err(Stopped::Deadline);
         }
-        if waited > SILENCE {
+        if waited > self.endpoint.group().silence_after() {
             self.report(waiting, block, waited);
         }
         if waited > CROSSED_GRACE && self.is_crossed(waiting) {
@@ -333,5 +377,46 @@ impl Supervisor for Guard<'_> {
             Some(PeerState::Left) => self.wait_for_left(waiting.site.peer),
             _ => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
+
+    use super::*;
+    use crate::endpoint::BusyWith;
+
+    fn endpoint() -> Arc<Endpoint> {
+        let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
+        let options = JoinOptions::default();
+        let group = Group::join(&rendezvous.unique_id(), 0, 1, &options).unwrap();
+        Endpoint::new(Arc::new(group), Instant::now() + Duration::from_secs(30)).unwrap()
+    }
+
+    #[test]
+    fn a_wait_for_a_proxy_names_the_rank_that_the_proxy_waits_for() {
+        let endpoint = endpoint();
+        let busy = Arc::new(BusyWith::default());
+        endpoint.note_proxy(7, &busy);
+        let guard = Guard::new(&endpoint, Duration::from_secs(2));
+        let waiting = Waiting {
+            site: Site {
+                kind: WaitKind::FifoDone,
+                peer: u32::MAX,
+                channel: 7,
+                op: Site::NO_OP,
+            },
+            ..Waiting::default()
+        };
+        let words = || guard.cause(Stopped::Deadline, &waiting).to_string();
+        let stuck = busy.during(0, words);
+        let expected = "the deadline of 2s passed; the proxy is busy with rank 0, which is alive";
+        assert_eq!(stuck, expected);
+        assert!(!words().contains("proxy"));
+        endpoint.forget_proxy(7);
+        assert!(!busy.during(0, words).contains("proxy"));
     }
 }

@@ -22,6 +22,9 @@ mod board;
 mod endpoint;
 mod error;
 mod frame;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzz;
 mod guard;
 mod ids;
 mod memory_channel;

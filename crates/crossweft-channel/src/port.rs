@@ -11,6 +11,7 @@ use crossweft_device::channel;
 use crossweft_device::fifo::{Fifo, Trigger, TriggerKind};
 use crossweft_hal::Device;
 
+use crate::endpoint::BusyWith;
 use crate::ids::Ids;
 use crate::shared::{self, FifoMemory, Place, Popper};
 use crate::tcp::{Receiver, Sockets, TcpLink, fail_job};
@@ -72,6 +73,8 @@ struct Shared {
     tables: Mutex<Tables>,
     /// Sockets of links.
     sockets: Arc<Sockets>,
+    /// The peer that the proxy is doing something for.
+    busy: Arc<BusyWith>,
     closing: AtomicBool,
 }
 
@@ -138,12 +141,22 @@ impl Shared {
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn links(&self) -> Vec<Link> {
-        self.tables().links.values().cloned().collect()
+    /// With the ranks that they lead to.
+    fn links(&self) -> Vec<(u32, Link)> {
+        let tables = self.tables();
+        let links = tables.links.iter();
+        links
+            .map(|(&peer, link)| (peer, Arc::clone(link)))
+            .collect()
+    }
+
+    /// Does something over a link, which may last until the peer takes part.
+    fn over<T>(&self, peer: u32, link: &Link, act: impl FnOnce(&mut dyn Transport) -> T) -> T {
+        self.busy.during(peer, || act(&mut *lock(link)))
     }
 
     fn close_links(&self) {
-        self.links().iter().for_each(|link| lock(link).close());
+        self.links().iter().for_each(|(_, link)| lock(link).close());
     }
 }
 
@@ -234,11 +247,13 @@ impl ProxyService {
                 links: BTreeMap::new(),
             }),
             sockets: Arc::default(),
+            busy: Arc::default(),
             closing: AtomicBool::new(false),
         });
         let carrier = Carrier {
             shared: Arc::clone(&shared),
         };
+        endpoint.note_proxy(shared.fifo.handle().id, &shared.busy);
         let thread = std::thread::Builder::new()
             .name(format!("crossweft-proxy-{}", endpoint.rank()))
             .spawn(move || carrier.run(popper, handler))
@@ -345,6 +360,14 @@ impl ProxyService {
         })
     }
 
+    /// What the proxy carries triggers out with.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn carrier(&self) -> Carrier {
+        Carrier {
+            shared: Arc::clone(&self.shared),
+        }
+    }
+
     /// The fifo, for kernels that push triggers of their own.
     #[must_use]
     pub fn fifo(&self) -> Fifo {
@@ -398,6 +421,8 @@ impl Drop for ProxyService {
             // A panic was already reported.
             let _ = thread.join();
         }
+        let fifo = self.shared.fifo.handle().id;
+        self.shared.endpoint.forget_proxy(fifo);
         if let Some(mut receiver) = self.receiver.take() {
             receiver.close(Instant::now() + linger);
         }
@@ -457,7 +482,8 @@ impl Carrier {
                     rank: route.peer,
                     offset: route.counter,
                 };
-                lock(&route.link).signal(counter)?;
+                let signal = |link: &mut dyn Transport| link.signal(counter);
+                self.shared.over(route.peer, &route.link, signal)?;
             }
         }
         if trigger.kind.has(TriggerKind::FLUSH) {
@@ -488,14 +514,19 @@ impl Carrier {
         let src = src
             .place(own_rank, from, bytes)
             .ok_or_else(|| beyond("source", trigger.src_memory, &src, from))?;
-        lock(&route.link).put(dst, src, bytes)
+        let put = |link: &mut dyn Transport| link.put(dst, src, bytes);
+        self.shared.over(route.peer, &route.link, put)
     }
 
     /// Returns when everything before has arrived, at all peers.
     fn flush(&self) -> Result<(), ChannelError> {
         let links = self.shared.links();
-        links.iter().try_for_each(|link| lock(link).start_flush())?;
-        links.iter().try_for_each(|link| lock(link).finish_flush())
+        let all = |act: fn(&mut dyn Transport) -> Result<(), ChannelError>| {
+            let mut links = links.iter();
+            links.try_for_each(|(peer, link)| self.shared.over(*peer, link, act))
+        };
+        all(|link| link.start_flush())?;
+        all(|link| link.finish_flush())
     }
 
     /// The life of a proxy thread.

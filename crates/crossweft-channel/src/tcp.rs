@@ -11,8 +11,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossweft_net::PeerState;
 use crossweft_net::auth::{self, Role};
+use crossweft_net::{NetError, PeerState};
 
 use crate::frame::{FRAME, Frame, MAX_PUT};
 use crate::shared::{self, Place};
@@ -23,6 +23,9 @@ use crate::{ChannelError, Endpoint};
 const PURPOSE: u32 = auth::FIRST_FREE_PURPOSE;
 /// How long a connection may take to prove the secret.
 const PROOF: Duration = Duration::from_secs(2);
+/// How often a connection that is lost during the proof is made, and the pause before that.
+const ATTEMPTS: u32 = 3;
+const AGAIN: Duration = Duration::from_millis(20);
 /// Connections that may be open beyond one a rank: strangers, and services that come and go.
 const SPARE_CONNECTIONS: usize = 64;
 /// How long to wait for the reason when a connection is lost.
@@ -105,7 +108,33 @@ pub(crate) struct TcpLink {
 
 impl TcpLink {
     /// Connects to the service of `peer` that listens at `address`.
+    ///
+    /// The service gives up on connections that are slow to prove the secret, such as those of a
+    /// process that was stopped meanwhile; so one that is lost is made again.
     pub(crate) fn connect(
+        endpoint: &Arc<Endpoint>,
+        peer: u32,
+        address: SocketAddr,
+        sockets: &Arc<Sockets>,
+        deadline: Instant,
+    ) -> Result<Self, ChannelError> {
+        let connect = || Self::connect_once(endpoint, peer, address, sockets, deadline);
+        let is_lost = |error: &ChannelError| match error {
+            ChannelError::Bootstrap { source, .. } => matches!(source, NetError::Io { .. }),
+            _ => false,
+        };
+        let mut result = connect();
+        for _ in 1..ATTEMPTS {
+            if !result.as_ref().is_err_and(is_lost) {
+                break;
+            }
+            std::thread::sleep(AGAIN);
+            result = connect();
+        }
+        result
+    }
+
+    fn connect_once(
         endpoint: &Arc<Endpoint>,
         peer: u32,
         address: SocketAddr,
@@ -383,7 +412,14 @@ fn receive(shared: &Shared, mut stream: TcpStream) {
             return;
         }
     };
-    let error = match serve(endpoint, peer, &stream) {
+    let served = stream
+        .set_nodelay(true)
+        .map_err(Broken::Lost)
+        .and_then(|()| {
+            let reader = BufReader::with_capacity(64 * 1024, &stream);
+            serve(endpoint, peer, reader, &stream)
+        });
+    let error = match served {
         Ok(()) => return,
         Err(Broken::Request(request)) => ChannelError::BadRequest {
             rank,
@@ -407,7 +443,8 @@ fn receive(shared: &Shared, mut stream: TcpStream) {
 }
 
 /// How serving a connection can end badly.
-enum Broken {
+#[derive(Debug)]
+pub(crate) enum Broken {
     Lost(io::Error),
     Request(String),
     Own(ChannelError),
@@ -419,10 +456,13 @@ impl From<io::Error> for Broken {
     }
 }
 
-fn serve(endpoint: &Endpoint, peer: u32, stream: &TcpStream) -> Result<(), Broken> {
-    stream.set_nodelay(true)?;
-    let mut reader = BufReader::with_capacity(64 * 1024, stream);
-    let mut writer = stream;
+/// Does what a peer's proxy asks for until it says goodbye.
+pub(crate) fn serve(
+    endpoint: &Endpoint,
+    peer: u32,
+    mut reader: impl Read,
+    mut writer: impl Write,
+) -> Result<(), Broken> {
     let mut header = [0; FRAME];
     let mut bytes = Vec::new();
     let find = |key| {

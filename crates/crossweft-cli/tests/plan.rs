@@ -344,7 +344,7 @@ fn bad_input_has_exit_code_2_and_one_line() {
     assert!(text(&output.stdout).contains("good: ok"), "{output:?}");
     ends(2, &["run", &good, "--threads", "--processes"]);
     ends(2, &["run", "-", "--processes"]);
-    ends(2, &["run", &good, "--device", "cuda"]);
+    ends(2, &["run", &good, "--device", "tpu"]);
     ends(2, &["check"]);
 }
 

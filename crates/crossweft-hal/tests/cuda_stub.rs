@@ -761,7 +761,7 @@ fn foreign_pointers_are_classified() {
         [(ShareHandle::Fabric(_), _)]
     ));
     stub.set("handle types", 0);
-    refused(8, "asked for no handle");
+    refused(8, "without asking for a handle");
 
     let outside = ForeignExport {
         pieces: vec![(ShareHandle::Fabric([0; 64]), 2 * MIB)],

@@ -67,33 +67,18 @@ pub(crate) fn drive<S: Read + Write + AsFd>(
         match handshake.step(stream) {
             Step::Proven(rank) => return Ok(rank),
             Step::Pending => {}
-            Step::Failed(AuthError::Lost(source)) => {
-                return Err(NetError::io(
-                    format!("proving the secret to {address}"),
-                    source,
-                ));
-            }
-            Step::Failed(AuthError::WrongSecret) => {
-                return Err(NetError::WrongSecret {
-                    address: address.to_owned(),
-                });
-            }
-            Step::Failed(error @ (AuthError::NotCrossweft | AuthError::WrongPlace)) => {
-                let reason = error.to_string();
-                return Err(NetError::Protocol {
-                    address: address.to_owned(),
-                    reason,
-                });
-            }
+            Step::Failed(error) => return Err(error.at(address)),
         }
         if !poll::readable(stream.as_fd(), deadline)? {
-            let what = format!("the proof of the secret by {address}");
-            return Err(NetError::Timeout {
-                what,
-                missing: Vec::new(),
-            });
+            return Err(late(address));
         }
     }
+}
+
+/// The error of a proof that did not come in time.
+pub(crate) fn late(address: &str) -> NetError {
+    let what = format!("the proof of the secret by {address}");
+    NetError::timeout(what, Vec::new())
 }
 
 /// Which end of a connection this is, and what the connection is for.
@@ -238,6 +223,21 @@ pub(crate) enum AuthError {
     WrongPlace,
     #[error("it does not know the secret of this job")]
     WrongSecret,
+}
+
+impl AuthError {
+    /// The same, of the end at `address`.
+    pub(crate) fn at(self, address: &str) -> NetError {
+        let address = address.to_owned();
+        match self {
+            Self::Lost(source) => NetError::io(format!("proving the secret to {address}"), source),
+            Self::WrongSecret => NetError::WrongSecret { address },
+            Self::NotCrossweft | Self::WrongPlace => NetError::Protocol {
+                reason: self.to_string(),
+                address,
+            },
+        }
+    }
 }
 
 impl Handshake {

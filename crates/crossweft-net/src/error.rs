@@ -121,10 +121,12 @@ pub enum NetError {
     },
 
     /// The rendezvous ended without a single rank.
-    #[error("no rank joined within {after:.1?}; was the unique id passed to the ranks?")]
+    #[error("no rank joined within {after:.1?}; {turned_away}")]
     NobodyJoined {
         /// How long the rendezvous waited.
         after: Duration,
+        /// Who came and did not get in.
+        turned_away: Box<TurnedAway>,
     },
 
     /// A file descriptor was asked of a rank on another host.
@@ -158,11 +160,14 @@ pub enum NetError {
 
     /// A rank said goodbye before an operation that needs it.
     #[error(
-        "rank {rank} has left the group, so {during} cannot complete; every rank must take part"
+        "rank {rank} has left the group{}, so {during} cannot complete; every rank must take part",
+        because(why.as_deref())
     )]
     PeerLeft {
         /// The rank.
         rank: u32,
+        /// What it had failed at before it left.
+        why: Option<String>,
         /// What this rank was doing.
         during: String,
     },
@@ -180,7 +185,8 @@ pub enum NetError {
 
     /// Some ranks never came.
     #[error(
-        "{} of {world_size} ranks did not join within {after:.1?}: {} ({joined} joined); were they started, and with the same unique id?",
+        "{} of {world_size} ranks did not join within {after:.1?}: {} ({joined} joined); \
+         {turned_away}",
         missing.len(), RankList(missing)
     )]
     RanksMissing {
@@ -192,6 +198,8 @@ pub enum NetError {
         world_size: u32,
         /// How long was waited.
         after: Duration,
+        /// Who came and did not get in.
+        turned_away: Box<TurnedAway>,
     },
 
     /// The rendezvous refused this rank.
@@ -215,12 +223,18 @@ pub enum NetError {
     },
 
     /// A deadline passed.
-    #[error("{what} did not complete in time; missing: {}", RankList(missing))]
+    #[error(
+        "{what} did not complete in time; missing: {}{}",
+        RankList(missing),
+        Silent(silent)
+    )]
     Timeout {
         /// What was being done.
         what: String,
         /// The ranks that had not taken part, as far as this rank knows.
         missing: Vec<u32>,
+        /// Those that had not been heard for a while either; the others may be waiting for them.
+        silent: Box<[u32]>,
     },
 
     /// Too many operations were begun and not finished.
@@ -261,6 +275,15 @@ impl NetError {
         }
     }
 
+    /// For whoever does not know which of the missing are silent.
+    pub(crate) fn timeout(what: impl Into<String>, missing: Vec<u32>) -> Self {
+        Self::Timeout {
+            what: what.into(),
+            missing,
+            silent: Box::default(),
+        }
+    }
+
     /// The error of whoever was doing `during` when `failure` became known.
     pub(crate) fn from_failure(failure: &Failure, during: impl Into<String>) -> Self {
         let during = during.into();
@@ -279,6 +302,40 @@ impl NetError {
     }
 }
 
+/// Who came to a rendezvous and did not get in: often the ranks that are missing.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct TurnedAway {
+    /// Ranks that proved the secret and were refused, the latest refusal of each.
+    pub refused: Vec<(u32, RefuseReason)>,
+    /// Connections that did not prove the secret.
+    pub strangers: u64,
+}
+
+/// What is wrong, as far as one can tell from who was turned away, and what to do.
+impl fmt::Display for TurnedAway {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (rank, reason) in &self.refused {
+            write!(f, "rank {rank} was refused: {reason}; ")?;
+        }
+        match (self.strangers, self.refused.is_empty()) {
+            (0, true) => f.write_str("were they started, and with the same unique id?"),
+            (0, false) => f.write_str("see the logs of the ranks that were refused"),
+            (1, _) => f.write_str(
+                "1 connection did not prove the secret: was a rank given another unique id?",
+            ),
+            (n, _) => write!(
+                f,
+                "{n} connections did not prove the secret: were ranks given another unique id?"
+            ),
+        }
+    }
+}
+
+fn because(why: Option<&str>) -> String {
+    why.map_or_else(String::new, |why| format!(" ({why})"))
+}
+
 /// A collective operation of the bootstrap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -295,6 +352,18 @@ impl fmt::Display for Operation {
             Self::AllGather => "all_gather",
             Self::Barrier => "barrier",
         })
+    }
+}
+
+/// Which of the missing are silent.
+struct Silent<'a>(&'a [u32]);
+
+impl fmt::Display for Silent<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [] => Ok(()),
+            silent => write!(f, " (not heard for long: {})", RankList(silent)),
+        }
     }
 }
 

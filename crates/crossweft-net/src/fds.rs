@@ -121,6 +121,8 @@ impl Shared {
 #[derive(Debug)]
 pub(crate) enum FetchError {
     Deadline,
+    /// The connection closed, which need not mean anything: see [`fetch`].
+    Lost(io::Error),
     /// The rank is gone, or at least its service.
     Gone(String),
     Net(NetError),
@@ -128,7 +130,14 @@ pub(crate) enum FetchError {
     Stopped,
 }
 
+/// How long to wait before asking again.
+const AGAIN: Duration = Duration::from_millis(20);
+
 /// Asks the service of another rank for a descriptor, and waits until it is offered.
+///
+/// A service gives up on connections that are slow to say what they want, such as those of a
+/// process that was stopped meanwhile. So a connection that is lost is made again; only where
+/// nobody listens any more, the rank is gone.
 pub(crate) fn fetch(
     name: &str,
     own_rank: u32,
@@ -138,7 +147,31 @@ pub(crate) fn fetch(
     stop: BorrowedFd<'_>,
     deadline: Instant,
 ) -> Result<OwnedFd, FetchError> {
-    let gone = |error: io::Error| FetchError::Gone(format!("its fd socket closed ({error})"));
+    loop {
+        match fetch_once(name, own_rank, rank, auth_key, key, stop, deadline) {
+            Err(FetchError::Lost(error)) => {
+                tracing::debug!(rank, %error, "lost a connection to an fd socket");
+                let again = Instant::now() + AGAIN;
+                match wait(stop, stop, again.min(deadline)) {
+                    Err(FetchError::Deadline) if Instant::now() < deadline => {}
+                    Ok(()) => return Err(FetchError::Stopped),
+                    Err(error) => return Err(error),
+                }
+            }
+            result => return result,
+        }
+    }
+}
+
+fn fetch_once(
+    name: &str,
+    own_rank: u32,
+    rank: u32,
+    auth_key: &Key,
+    key: u64,
+    stop: BorrowedFd<'_>,
+    deadline: Instant,
+) -> Result<OwnedFd, FetchError> {
     let mut stream = connect(name, deadline)?;
     if !is_own_user(stream.as_fd()) {
         return Err(FetchError::Gone(
@@ -155,7 +188,7 @@ pub(crate) fn fetch(
         match handshake.step(&mut stream) {
             Step::Proven(_) => break,
             Step::Pending => wait(stream.as_fd(), stop, deadline)?,
-            Step::Failed(AuthError::Lost(error)) => return Err(gone(error)),
+            Step::Failed(AuthError::Lost(error)) => return Err(FetchError::Lost(error)),
             Step::Failed(AuthError::WrongSecret) => {
                 return Err(FetchError::Net(NetError::WrongSecret {
                     address: name.to_owned(),
@@ -164,7 +197,9 @@ pub(crate) fn fetch(
             Step::Failed(error) => return Err(FetchError::Gone(error.to_string())),
         }
     }
-    stream.write_all(&key.to_le_bytes()).map_err(gone)?;
+    stream
+        .write_all(&key.to_le_bytes())
+        .map_err(FetchError::Lost)?;
     wait(stream.as_fd(), stop, deadline)?;
 
     let mut byte = [0];
@@ -177,7 +212,7 @@ pub(crate) fn fetch(
         &mut control,
         flags,
     );
-    let received = received.map_err(|error| gone(error.into()))?;
+    let received = received.map_err(|error| FetchError::Lost(error.into()))?;
     let fd = control.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
@@ -188,7 +223,7 @@ pub(crate) fn fetch(
             format!("asking rank {rank} for a file descriptor"),
             io::Error::new(io::ErrorKind::ResourceBusy, "too many requests wait there"),
         ))),
-        (0, ..) => Err(gone(io::ErrorKind::UnexpectedEof.into())),
+        (0, ..) => Err(FetchError::Lost(io::ErrorKind::UnexpectedEof.into())),
         _ => Err(FetchError::Net(NetError::io(
             format!("receiving a file descriptor of rank {rank}"),
             io::Error::other("none arrived; is this process at its limit (ulimit -n)?"),

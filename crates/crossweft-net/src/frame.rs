@@ -6,7 +6,7 @@
 //! | bytes | what                                                  |
 //! |-------|-------------------------------------------------------|
 //! | 0..4  | `CWFT`                                                |
-//! | 4..6  | version, little-endian: 1                             |
+//! | 4..6  | version, little-endian: 2                             |
 //! | 6     | kind of the message                                   |
 //! | 7     | 1 if more frames of this message follow, otherwise 0  |
 //! | 8..12 | length of the body in this frame, little-endian       |
@@ -15,7 +15,10 @@
 /// The most body bytes in one frame.
 pub(crate) const FRAGMENT: usize = 16 << 10;
 /// The version in every frame and in `Hello`.
-pub(crate) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 2;
+
+/// The version of the crate, in `Hello`.
+pub(crate) const BUILD: &str = env!("CARGO_PKG_VERSION");
 
 const MAGIC: &[u8; 4] = b"CWFT";
 const HEADER: usize = 12;
@@ -31,12 +34,13 @@ pub(crate) enum Kind {
     Ready = 6,
     Broken = 7,
     Acknowledge = 8,
+    Abort = 9,
     Round = 16,
     Control = 17,
 }
 
 impl Kind {
-    fn from_byte(byte: u8) -> Option<Self> {
+    pub(crate) fn from_byte(byte: u8) -> Option<Self> {
         let all = [
             Self::Hello,
             Self::Waiting,
@@ -46,6 +50,7 @@ impl Kind {
             Self::Ready,
             Self::Broken,
             Self::Acknowledge,
+            Self::Abort,
             Self::Round,
             Self::Control,
         ];

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::auth::{self, Key};
-use crate::error::{NetError, Operation};
+use crate::error::{NetError, Operation, RankList};
 use crate::fds::{self, FdService, FetchError};
 use crate::host::HostId;
 use crate::join::{JoinOptions, Joiner, nowhere};
@@ -44,6 +44,7 @@ pub struct Group {
     tag: [u8; 16],
     members: Vec<Member>,
     nodes: u32,
+    silence_after: Duration,
     shared: Arc<Shared>,
     fds: FdService,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -76,6 +77,8 @@ impl Group {
             world_size,
             deadline: poll::after(started, options.timeout),
             timeout: options.timeout,
+            silence_after: options.silence_after,
+            cancel: options.cancel.as_ref(),
         };
         let joined = joiner.join(&options.bind, member)?;
 
@@ -116,6 +119,7 @@ impl Group {
             tag,
             nodes: u32::try_from(hosts.len()).unwrap_or(world_size),
             members: joined.members,
+            silence_after: options.silence_after,
             shared,
             fds,
             thread: Mutex::new(Some(thread)),
@@ -137,6 +141,11 @@ impl Group {
     pub fn is_same_host(&self, rank: u32) -> bool {
         let host = |rank: u32| self.members.get(rank as usize).map(|member| &member.host);
         host(rank).is_some() && host(rank) == host(self.rank)
+    }
+
+    /// After how long silence is reported: [`JoinOptions::silence_after`].
+    pub fn silence_after(&self) -> Duration {
+        self.silence_after
     }
 
     /// How many hosts the ranks run on.
@@ -211,11 +220,22 @@ impl Group {
         }
     }
 
+    /// This rank failed at something and may leave because of it; then the others are told `why`.
+    /// Only the last call counts. A rank that cannot go on, and wants nobody to, calls
+    /// [`abort`](Self::abort).
+    pub fn give_up(&self, why: &str) {
+        self.shared.lock().mesh.give_up(why);
+    }
+
     /// Says goodbye and closes all connections; can be called again. Everything sent before still
     /// arrives, for which this waits up to a second. Dropping the group does the same.
     pub fn leave(&self) {
         {
             let mut state = self.shared.lock();
+            if let Some(failure) = self.shared.liveness.failure() {
+                // A goodbye is the last message, so the reason goes before it.
+                state.mesh.fail(failure);
+            }
             state.mesh.leave();
             state
                 .leave_by
@@ -274,10 +294,16 @@ impl Group {
         match fds::fetch(&name, self.rank, rank, &self.key, key, stop, deadline) {
             Ok(fd) => Ok(fd),
             Err(FetchError::Net(error)) => Err(error),
-            Err(FetchError::Deadline) => Err(NetError::Timeout {
-                what: during(),
-                missing: vec![rank],
-            }),
+            Err(FetchError::Deadline) => {
+                let error = NetError::Timeout {
+                    what: during(),
+                    missing: vec![rank],
+                    silent: self.silent(&[rank]),
+                };
+                self.give_up(&error.to_string());
+                Err(error)
+            }
+            Err(FetchError::Lost(error)) => Err(NetError::io(during(), error)),
             Err(FetchError::Gone(reason)) => Err(self.verdict(rank, reason, during(), deadline)),
             Err(FetchError::Stopped) => Err(match liveness.failure() {
                 Some(failure) => NetError::from_failure(&failure, during()),
@@ -309,6 +335,7 @@ impl Group {
         }
         let sequence = state.mesh.start(operation, payload, Instant::now())?;
         self.shared.waker.wake();
+        let mut report_at = Some(poll::after(Instant::now(), self.silence_after));
         loop {
             if let Some(result) = state.mesh.take(sequence) {
                 return result;
@@ -317,14 +344,43 @@ impl Group {
             if state.ended {
                 return Err(NetError::Closed { during: what });
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let now = Instant::now();
+            if now >= deadline {
                 let missing = state.mesh.abandon(sequence);
-                return Err(NetError::Timeout { what, missing });
+                let silent = self.silent(&missing);
+                let error = NetError::Timeout {
+                    what,
+                    missing,
+                    silent,
+                };
+                state.mesh.give_up(&error.to_string());
+                return Err(error);
             }
+            if let Some(at) = report_at.filter(|&at| now >= at) {
+                // If it is much later, it was this rank that stood still.
+                let stood_still = now - at > self.silence_after / 2;
+                report_at = stood_still.then(|| poll::after(now, self.silence_after));
+                if !stood_still {
+                    tracing::warn!(
+                        "rank {} has waited {:?} in {what} for {}; are they busy, stopped, or \
+                         past it?",
+                        self.rank,
+                        self.silence_after,
+                        RankList(&state.mesh.missing(sequence)),
+                    );
+                }
+            }
+            let left = report_at.map_or(deadline, |at| at.min(deadline)) - now;
             let wait = self.shared.changed.wait_timeout(state, left);
             state = wait.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Those of `ranks` that have not been heard for a while.
+    fn silent(&self, ranks: &[u32]) -> Box<[u32]> {
+        let mut silent = self.shared.liveness.silent_ranks();
+        silent.retain(|rank| ranks.contains(rank));
+        silent.into()
     }
 
     /// The fd socket of a rank is gone; soon the mesh will know why.
@@ -336,7 +392,8 @@ impl Group {
                 return NetError::from_failure(&failure, during);
             }
             if liveness.peer(rank) == PeerState::Left {
-                return NetError::PeerLeft { rank, during };
+                let why = liveness.why_left(rank);
+                return NetError::PeerLeft { rank, why, during };
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -514,20 +571,23 @@ impl Network {
                 tracing::error!(self.rank, "{failure}");
                 liveness.fail(failure);
             }
-            Output::Left(rank) => {
-                tracing::debug!(self.rank, peer = rank, "a rank left");
-                liveness.left(rank);
+            Output::Left { rank, why } => {
+                tracing::debug!(self.rank, peer = rank, why, "a rank left");
+                liveness.left(rank, why);
             }
             Output::Silent { rank, heard } => {
                 tracing::warn!(
+                    "rank {} has not heard rank {rank} for {:.1?}, but its host answers; is it \
+                     stopped, or busy?",
                     self.rank,
-                    peer = rank,
-                    "rank {rank} is silent since {:?}, but its host answers; is it stopped, or busy?",
                     heard.elapsed()
                 );
                 liveness.silent(rank, heard);
             }
-            Output::Heard(rank) => liveness.heard(rank),
+            Output::Heard(rank) => {
+                tracing::warn!("rank {} hears rank {rank} again", self.rank);
+                liveness.heard(rank);
+            }
         }
     }
 

@@ -36,7 +36,7 @@ impl HostId {
     }
 
     /// A host that no test runs on.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn invented(number: u8) -> Self {
         Self {
             boot_id: [number; 16],

@@ -18,6 +18,7 @@ use rustix::event::{PollFd, PollFlags};
 use sha2::{Digest, Sha256};
 
 use crate::auth;
+use crate::cancel::Cancel;
 use crate::error::NetError;
 use crate::fds::{FetchError, connect, is_own_user, listen};
 use crate::group::Group;
@@ -30,11 +31,19 @@ const RETRY: Duration = Duration::from_millis(20);
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Until somebody listens there, or the deadline, after which joining says what is wrong.
-pub(crate) fn wait_for_listener(address: SocketAddr, deadline: Instant) {
+pub(crate) fn wait_for_listener(
+    address: SocketAddr,
+    rank: u32,
+    cancel: Option<&Cancel>,
+    deadline: Instant,
+) -> Result<(), NetError> {
     loop {
+        Cancel::check(cancel, rank)?;
         let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() || TcpStream::connect_timeout(&address, left).is_ok() {
-            return;
+        // Not for longer, so that cancelling is noticed where nobody answers at all.
+        let attempt = left.min(PATIENCE);
+        if attempt.is_zero() || TcpStream::connect_timeout(&address, attempt).is_ok() {
+            return Ok(());
         }
         std::thread::sleep(RETRY.min(left));
     }
@@ -82,12 +91,15 @@ impl Drop for IdFile<'_> {
 /// nowhere; then this waits for a new one.
 pub(crate) fn from_file(
     path: &Path,
+    rank: u32,
+    cancel: Option<&Cancel>,
     deadline: Instant,
     join: impl Fn(&UniqueId) -> Result<Group, NetError>,
 ) -> Result<Group, NetError> {
     let mut stale = None;
     let mut last_error = None;
     loop {
+        Cancel::check(cancel, rank)?;
         match read_file(path)? {
             Some(id) if stale.as_ref() != Some(&id) => match join(&id) {
                 // What a rendezvous that is over, or another one at its address, leads to.
@@ -262,11 +274,17 @@ fn read_rank(client: &mut UnixStream) -> io::Result<u32> {
 }
 
 /// Asks rank 0 for the id until the deadline.
-pub(crate) fn from_socket(name: &str, rank: u32, deadline: Instant) -> Result<UniqueId, NetError> {
+pub(crate) fn from_socket(
+    name: &str,
+    rank: u32,
+    cancel: Option<&Cancel>,
+    deadline: Instant,
+) -> Result<UniqueId, NetError> {
     loop {
+        Cancel::check(cancel, rank)?;
         match connect(name, deadline) {
             Ok(mut stream) if is_own_user(stream.as_fd()) => {
-                if let Ok(bytes) = ask(&mut stream, rank, deadline) {
+                if let Ok(bytes) = ask(&mut stream, rank, cancel, deadline) {
                     return UniqueId::from_bytes(&bytes);
                 }
             }
@@ -275,20 +293,34 @@ pub(crate) fn from_socket(name: &str, rank: u32, deadline: Instant) -> Result<Un
             Err(_) => {}
         }
         if Instant::now() >= deadline {
-            let what = "getting the unique id from rank 0 of this host".to_owned();
-            return Err(NetError::Timeout {
-                what,
-                missing: vec![0],
-            });
+            let what = "getting the unique id from rank 0 of this host";
+            return Err(NetError::timeout(what, vec![0]));
         }
         std::thread::sleep(RETRY);
     }
 }
 
-fn ask(stream: &mut UnixStream, rank: u32, deadline: Instant) -> io::Result<[u8; 128]> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+fn ask(
+    stream: &mut UnixStream,
+    rank: u32,
+    cancel: Option<&Cancel>,
+    deadline: Instant,
+) -> io::Result<[u8; 128]> {
     stream.write_all(&rank.to_le_bytes())?;
+    loop {
+        let mut fds = vec![PollFd::new(&*stream, PollFlags::IN)];
+        fds.extend(cancel.map(|cancel| PollFd::new(cancel, PollFlags::IN)));
+        poll::until(&mut fds, deadline)?;
+        if !fds[0].revents().is_empty() {
+            break;
+        }
+        // Rank 0 answers each rank once, so giving up early would be for good.
+        if Instant::now() >= deadline || cancel.is_some_and(|cancel| cancel.reason().is_some()) {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+    }
+    // It writes all at once.
+    stream.set_read_timeout(Some(PATIENCE))?;
     let mut bytes = [0; 128];
     stream.read_exact(&mut bytes)?;
     Ok(bytes)

@@ -9,16 +9,24 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::auth::{self, AuthError, Handshake, Key, Role, Step};
 use crate::bind::Bind;
-use crate::error::NetError;
-use crate::frame::{Kind, VERSION};
-use crate::link::Link;
+use crate::cancel::Cancel;
+use crate::error::{NetError, RankList, TurnedAway};
+use crate::frame::{BUILD, FrameError, Kind, VERSION};
+use crate::link::{Link, LinkError};
 use crate::mesh;
-use crate::message::{Answer, Hello, MAX_MESSAGE, MAX_TABLE, Member, Missing, to_vec};
+use crate::message::{
+    Answer, Control, Hello, MAX_MESSAGE, MAX_TABLE, Member, Message, Missing, to_vec,
+};
 use crate::poll;
 use crate::unique_id::UniqueId;
 
 /// How long a connection to this rank's listener may take to prove the secret.
 const PROOF: Duration = Duration::from_secs(2);
+/// How often a connection is made, if it is lost during the proof: the other end gives up on one
+/// that is slow, such as that of a process that was stopped meanwhile.
+const ATTEMPTS: u32 = 3;
+/// How long to wait before that.
+const AGAIN: Duration = Duration::from_millis(20);
 /// Connections to this rank's listener that have not proven anything.
 const MAX_STRANGERS: usize = 256;
 
@@ -29,10 +37,13 @@ pub struct JoinOptions {
     pub bind: Bind,
     /// How often to tell neighbours that this rank is alive; every second by default.
     pub heartbeat: Duration,
-    /// After how long a neighbour that is not heard is called silent; 30 seconds by default.
+    /// After how long a rank that is not heard is called silent, and any wait for others is
+    /// reported; 30 seconds by default. Whatever is waited for goes on until its own deadline.
     pub silence_after: Duration,
     /// How long joining may take; 30 seconds by default.
     pub timeout: Duration,
+    /// What ends joining from another thread; nothing by default.
+    pub cancel: Option<Cancel>,
 }
 
 impl Default for JoinOptions {
@@ -42,6 +53,7 @@ impl Default for JoinOptions {
             heartbeat: Duration::from_secs(1),
             silence_after: Duration::from_secs(30),
             timeout: Duration::from_secs(30),
+            cancel: None,
         }
     }
 }
@@ -60,14 +72,47 @@ pub(crate) struct Joiner<'a> {
     pub(crate) world_size: u32,
     pub(crate) deadline: Instant,
     pub(crate) timeout: Duration,
+    pub(crate) silence_after: Duration,
+    pub(crate) cancel: Option<&'a Cancel>,
 }
 
 impl Joiner<'_> {
     /// `member` says everything about this rank but where `listener` listens.
-    pub(crate) fn join(&self, bind: &Bind, mut member: Member) -> Result<Joined, NetError> {
+    pub(crate) fn join(&self, bind: &Bind, member: Member) -> Result<Joined, NetError> {
+        let mut root = self.connect_to_root()?;
+        let mut links = BTreeMap::new();
+        let joined = self.meet(&mut root, &mut links, bind, member);
+        let members = joined.inspect_err(|error| self.tell(error, root, &mut links))?;
+        Ok(Joined { links, members })
+    }
+
+    /// So that nobody takes a rank that gave up for one that died.
+    fn tell(&self, error: &NetError, mut root: Link, links: &mut BTreeMap<u32, Link>) {
+        // What comes first on a connection is what counts, so the reason goes out before it closes;
+        // a connection that takes no more is one on which nobody listens.
+        if let NetError::Aborted { by, reason, .. } = error
+            && *by == self.rank
+        {
+            root.send(Kind::Abort, reason.as_bytes());
+            let _ = root.flush();
+        }
+        let (by, reason) = (self.rank, error.to_string());
+        let (kind, body) = Message::Control(Control::Aborted { by, reason }).encode();
+        for link in links.values_mut() {
+            link.send(kind, &body);
+            let _ = link.flush();
+        }
+    }
+
+    fn meet(
+        &self,
+        root: &mut Link,
+        links: &mut BTreeMap<u32, Link>,
+        bind: &Bind,
+        mut member: Member,
+    ) -> Result<Vec<Member>, NetError> {
         let (listener, listen) = bind.listen(0)?;
         member.listen = listen;
-        let mut root = self.connect_to_root()?;
         if listen.ip().is_unspecified() {
             // Listening everywhere: others find this rank where the rendezvous sees it.
             let own = root
@@ -83,55 +128,100 @@ impl Joiner<'_> {
             Kind::Hello,
             &to_vec(&Hello {
                 version: VERSION,
+                build: BUILD.to_owned(),
                 rank,
                 world_size,
                 member,
             }),
         );
-        let members = self.wait_for_table(&mut root)?;
-        let links = self.connect_to_neighbours(&mut root, &listener, &members)?;
+        let members = self.wait_for_table(root)?;
+        self.connect_to_neighbours(root, &listener, &members, links)?;
         root.send(Kind::Ready, &[]);
         // A rendezvous that is gone by now has nothing more to say.
         let _ = root.flush();
-        Ok(Joined { links, members })
+        Ok(members)
+    }
+
+    /// Until one of `fds` is ready, or `deadline`; an error if joining was cancelled.
+    fn poll<'a>(&'a self, mut fds: Vec<PollFd<'a>>, deadline: Instant) -> Result<(), NetError> {
+        fds.extend(self.cancel.map(|cancel| PollFd::new(cancel, PollFlags::IN)));
+        poll::until(&mut fds, deadline).map_err(|error| NetError::io("poll", error))?;
+        Cancel::check(self.cancel, self.rank)
+    }
+
+    /// Connects, or says why that cannot be; an error of its own only if joining was cancelled.
+    fn connect(&self, address: SocketAddr) -> Result<io::Result<TcpStream>, NetError> {
+        let socket = match begin_to_connect(address) {
+            Ok(socket) => socket,
+            Err(error) => return Ok(Err(error)),
+        };
+        loop {
+            self.poll(vec![PollFd::new(&socket, PollFlags::OUT)], self.deadline)?;
+            match socket.take_error() {
+                Ok(None) if socket.peer_addr().is_ok() => return Ok(Ok(socket.into())),
+                // Whatever woke it, it was not that.
+                Ok(None) if Instant::now() < self.deadline => {}
+                Ok(None) => return Ok(Err(io::ErrorKind::TimedOut.into())),
+                Ok(Some(error)) | Err(error) => return Ok(Err(error)),
+            }
+        }
     }
 
     fn connect_to_root(&self) -> Result<Link, NetError> {
+        let mut attempts = 1;
+        loop {
+            match self.try_root() {
+                Err(NetError::RootLost { .. }) if attempts < ATTEMPTS => {
+                    attempts += 1;
+                    self.poll(Vec::new(), self.deadline.min(Instant::now() + AGAIN))?;
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn try_root(&self) -> Result<Link, NetError> {
         let address = self.id.address();
         let lost = |reason: String| NetError::RootLost { address, reason };
-        let mut stream =
-            connect(address, self.deadline).map_err(|error| lost(error.to_string()))?;
+        let connected = self.connect(address)?;
+        let mut stream = connected.map_err(|error| lost(error.to_string()))?;
         let role = Role::Initiate {
             purpose: auth::RENDEZVOUS,
             own_rank: self.rank,
             peer_rank: auth::ROOT,
         };
-        let proven = auth::drive(
-            &mut stream,
-            self.id.key(),
-            role,
-            self.deadline,
-            &address.to_string(),
-        );
-        match proven {
-            Ok(_) => Link::new(stream, MAX_TABLE),
-            // A rendezvous of another secret closes the connection; so does one that is ending.
-            Err(NetError::Io { source, .. }) => Err(lost(format!(
-                "it closed the connection during the proof ({source})"
-            ))),
-            Err(error) => Err(error),
+        let mut handshake = Handshake::new(self.id.key(), role)?;
+        loop {
+            match handshake.step(&mut stream) {
+                Step::Proven(_) => return Link::new(stream, MAX_TABLE),
+                Step::Pending if Instant::now() >= self.deadline => {
+                    return Err(auth::late(&address.to_string()));
+                }
+                Step::Pending => {
+                    self.poll(vec![PollFd::new(&stream, PollFlags::IN)], self.deadline)?;
+                }
+                // A rendezvous of another secret closes the connection; so does one that is ending.
+                Step::Failed(AuthError::Lost(error)) => {
+                    return Err(lost(format!(
+                        "it closed the connection during the proof ({error})"
+                    )));
+                }
+                Step::Failed(error) => return Err(error.at(&address.to_string())),
+            }
         }
     }
 
     fn wait_for_table(&self, root: &mut Link) -> Result<Vec<Member>, NetError> {
         let address = self.id.address();
-        let mut missing = Vec::new();
+        let mut waiting = None;
+        let report_at = poll::after(Instant::now(), self.silence_after);
+        let mut reported = false;
         loop {
             let mut messages = Vec::new();
             let received = root.flush().and_then(|()| root.receive(&mut messages));
             for (kind, body) in messages {
                 match self.answer(kind, &body)? {
-                    Answer::Waiting(ranks) => missing = ranks,
+                    Answer::Waiting(missing) => waiting = Some(missing),
                     Answer::Table(members) if members.len() == self.world_size as usize => {
                         return Ok(members);
                     }
@@ -148,22 +238,18 @@ impl Joiner<'_> {
                             reason,
                         });
                     }
-                    Answer::Missing(Missing {
-                        missing,
-                        joined,
-                        world_size,
-                        after_ms,
-                    }) => {
-                        let after = Duration::from_millis(after_ms);
-                        return Err(NetError::RanksMissing {
-                            missing,
-                            joined,
-                            world_size,
-                            after,
-                        });
-                    }
+                    Answer::Missing(missing) => return Err(missing.into_error()),
                     Answer::Broken(rank) => return Err(lost_while_joining(rank)),
+                    Answer::Aborted { by, reason } => {
+                        return Err(aborted_while_joining(by, reason));
+                    }
                 }
+            }
+            if let Err(LinkError::Frame(error @ FrameError::Version(_))) = received {
+                return Err(NetError::Protocol {
+                    address: address.to_string(),
+                    reason: error.to_string(),
+                });
             }
             if let Err(error) = received {
                 let reason = format!("{error}, before all ranks had joined");
@@ -174,18 +260,32 @@ impl Joiner<'_> {
             } else {
                 PollFlags::empty()
             };
-            let mut fds = [PollFd::new(root, PollFlags::IN | flags)];
-            let ready = poll::until(&mut fds, self.deadline);
-            if ready.map_err(|error| NetError::io("poll", error))? == 0
-                && Instant::now() >= self.deadline
-            {
-                let count = u32::try_from(missing.len()).unwrap_or(u32::MAX);
-                return Err(NetError::RanksMissing {
-                    joined: self.world_size.saturating_sub(count),
+            let until = if reported { self.deadline } else { report_at };
+            self.poll(
+                vec![PollFd::new(&*root, PollFlags::IN | flags)],
+                until.min(self.deadline),
+            )?;
+            let now = Instant::now();
+            if now >= report_at && !reported {
+                reported = true;
+                let missing = waiting.as_ref().map_or(&[][..], |waiting| &waiting.missing);
+                tracing::warn!(
+                    "rank {} has waited {:?} for {} to join",
+                    self.rank,
+                    self.silence_after,
+                    RankList(missing)
+                );
+            }
+            if now >= self.deadline {
+                let mut missing = waiting.unwrap_or_else(|| Missing {
+                    missing: Vec::new(),
+                    joined: self.world_size,
                     world_size: self.world_size,
-                    after: self.timeout,
-                    missing,
+                    after_ms: 0,
+                    turned_away: TurnedAway::default(),
                 });
+                missing.after_ms = u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX);
+                return Err(missing.into_error());
             }
         }
     }
@@ -201,10 +301,12 @@ impl Joiner<'_> {
         root: &mut Link,
         listener: &TcpListener,
         members: &[Member],
-    ) -> Result<BTreeMap<u32, Link>, NetError> {
+        links: &mut BTreeMap<u32, Link>,
+    ) -> Result<(), NetError> {
         let neighbours = mesh::neighbours(self.rank, self.world_size);
         let own = &members[self.rank as usize];
-        let mut links = BTreeMap::new();
+        let report_at = poll::after(Instant::now(), self.silence_after);
+        let mut reported = false;
         let mut pending = Vec::new();
         // The kernel of a neighbour completes a connection by itself, so no order can deadlock.
         for &rank in neighbours.range(..self.rank) {
@@ -215,7 +317,8 @@ impl Joiner<'_> {
                     address: member.listen.ip(),
                 });
             }
-            let stream = connect(member.listen, self.deadline)
+            let stream = self
+                .connect(member.listen)?
                 .map_err(|error| died(rank, format!("connecting to it failed: {error}")))?;
             pending.push(Pending::to(rank, self.rank, stream, self.id.key())?);
         }
@@ -227,6 +330,14 @@ impl Joiner<'_> {
                 match connection.step()? {
                     Progress::Waiting => next.push(connection),
                     Progress::Dropped => {}
+                    Progress::Again { rank, attempts } => {
+                        let stream = self.connect(members[rank as usize].listen)?;
+                        let stream = stream.map_err(|error| {
+                            died(rank, format!("connecting to it again failed: {error}"))
+                        })?;
+                        let again = Pending::to(rank, self.rank, stream, self.id.key())?;
+                        next.push(Pending { attempts, ..again });
+                    }
                     Progress::Linked(rank) => {
                         let expected = connection.to == Some(rank)
                             || (connection.to.is_none()
@@ -259,17 +370,29 @@ impl Joiner<'_> {
                     .map(|p| PollFd::new(&p.stream, PollFlags::IN)),
             );
             let deadlines = pending.iter().filter_map(|p| p.deadline);
-            let deadline = deadlines.fold(self.deadline, Instant::min);
-            poll::until(&mut fds, deadline).map_err(|error| NetError::io("poll", error))?;
-            if Instant::now() >= self.deadline {
+            let report = (!reported).then_some(report_at);
+            let deadline = deadlines.chain(report).fold(self.deadline, Instant::min);
+            self.poll(fds, deadline)?;
+            let now = Instant::now();
+            let missing = || -> Vec<u32> {
                 let missing = neighbours.iter().filter(|rank| !links.contains_key(rank));
-                return Err(NetError::Timeout {
-                    what: "connecting to the neighbours of this rank".to_owned(),
-                    missing: missing.copied().collect(),
-                });
+                missing.copied().collect()
+            };
+            if now >= self.deadline {
+                let what = "connecting to the neighbours of this rank";
+                return Err(NetError::timeout(what, missing()));
+            }
+            if now >= report_at && !reported {
+                reported = true;
+                tracing::warn!(
+                    "rank {} has waited {:?} to be connected with {}; are they busy, or stopped?",
+                    self.rank,
+                    self.silence_after,
+                    RankList(&missing())
+                );
             }
         }
-        Ok(links)
+        Ok(())
     }
 
     /// Hears of ranks that were lost meanwhile; `false` when the rendezvous says no more.
@@ -277,8 +400,10 @@ impl Joiner<'_> {
         let mut messages = Vec::new();
         let received = root.receive(&mut messages);
         for (kind, body) in messages {
-            if let Answer::Broken(rank) = self.answer(kind, &body)? {
-                return Err(lost_while_joining(rank));
+            match self.answer(kind, &body)? {
+                Answer::Broken(rank) => return Err(lost_while_joining(rank)),
+                Answer::Aborted { by, reason } => return Err(aborted_while_joining(by, reason)),
+                _ => {}
             }
         }
         match received {
@@ -318,11 +443,18 @@ struct Pending {
     /// The rank that this one connected to; `None` for a connection that was accepted.
     to: Option<u32>,
     deadline: Option<Instant>,
+    /// How often it has been made, this time included.
+    attempts: u32,
 }
 
 enum Progress {
     Waiting,
     Dropped,
+    /// It is to be made again.
+    Again {
+        rank: u32,
+        attempts: u32,
+    },
     Linked(u32),
 }
 
@@ -343,6 +475,7 @@ impl Pending {
             address,
             to: Some(rank),
             deadline: None,
+            attempts: 1,
         })
     }
 
@@ -364,6 +497,7 @@ impl Pending {
             address,
             to: None,
             deadline,
+            attempts: 1,
         })
     }
 
@@ -377,6 +511,12 @@ impl Pending {
             Step::Failed(error) => error,
         };
         match self.to {
+            Some(rank) if matches!(error, AuthError::Lost(_)) && self.attempts < ATTEMPTS => {
+                Ok(Progress::Again {
+                    rank,
+                    attempts: self.attempts + 1,
+                })
+            }
             Some(rank) => Err(died(rank, error.to_string())),
             None => {
                 tracing::warn!(address = %self.address, %error, "dropped a connection that does not belong to the job");
@@ -386,12 +526,19 @@ impl Pending {
     }
 }
 
-fn connect(address: SocketAddr, deadline: Instant) -> io::Result<TcpStream> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        return Err(io::ErrorKind::TimedOut.into());
+/// A socket that can be written once it is connected.
+fn begin_to_connect(address: SocketAddr) -> io::Result<socket2::Socket> {
+    let domain = socket2::Domain::for_address(address);
+    let socket = socket2::Socket::new(domain, socket2::Type::STREAM, None)?;
+    socket.set_nonblocking(true)?;
+    match socket.connect(&address.into()) {
+        Err(error)
+            if error.raw_os_error() != Some(rustix::io::Errno::INPROGRESS.raw_os_error()) =>
+        {
+            Err(error)
+        }
+        _ => Ok(socket),
     }
-    TcpStream::connect_timeout(&address, left)
 }
 
 fn died(rank: u32, reason: String) -> NetError {
@@ -405,8 +552,16 @@ fn died(rank: u32, reason: String) -> NetError {
 fn lost_while_joining(rank: u32) -> NetError {
     died(
         rank,
-        "it was lost before it was connected to its neighbours".to_owned(),
+        "it was lost before all ranks were connected".to_owned(),
     )
+}
+
+fn aborted_while_joining(by: u32, reason: String) -> NetError {
+    NetError::Aborted {
+        by,
+        reason,
+        during: "joining".to_owned(),
+    }
 }
 
 /// The address of a member that is listed before its listener is known.

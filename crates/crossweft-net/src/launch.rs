@@ -154,20 +154,21 @@ impl Job {
             Ok(group)
         };
         let is_root = self.rank == 0;
+        let cancel = options.cancel.as_ref();
 
         if let Some(id) = &self.unique_id {
             return match (self.launcher, is_root) {
                 (Launcher::Crossweft, _) => join(id),
                 (_, true) => host(Rendezvous::serve(id, rendezvous.timeout)?),
                 (_, false) => {
-                    id_exchange::wait_for_listener(id.address(), deadline);
+                    id_exchange::wait_for_listener(id.address(), self.rank, cancel, deadline)?;
                     join(id)
                 }
             };
         }
         if let Some(path) = &self.id_file {
             if !is_root {
-                return id_exchange::from_file(path, deadline, join);
+                return id_exchange::from_file(path, self.rank, cancel, deadline, join);
             }
             let rendezvous = Rendezvous::start(rendezvous)?;
             let _file = id_exchange::IdFile::create(path, &rendezvous.unique_id())?;
@@ -176,7 +177,7 @@ impl Job {
         match self.exchange_name() {
             Some(name) if self.local_size == self.world_size => {
                 if !is_root {
-                    let id = id_exchange::from_socket(&name, self.rank, deadline)?;
+                    let id = id_exchange::from_socket(&name, self.rank, cancel, deadline)?;
                     return join(&id);
                 }
                 let rendezvous = Rendezvous::start(rendezvous)?;

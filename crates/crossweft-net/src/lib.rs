@@ -21,9 +21,13 @@
 #![deny(missing_docs)]
 
 pub mod auth;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzz;
 pub mod launch;
 
 mod bind;
+mod cancel;
 mod error;
 mod fds;
 mod frame;
@@ -41,7 +45,8 @@ mod root;
 mod unique_id;
 
 pub use bind::Bind;
-pub use error::{NetError, Operation, RankList};
+pub use cancel::Cancel;
+pub use error::{NetError, Operation, RankList, TurnedAway};
 pub use group::Group;
 pub use join::JoinOptions;
 pub use liveness::{Failure, Liveness, PeerState};

@@ -1,8 +1,9 @@
 //! Who is still there, in a form that a spinning wait can ask at every turn.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::NetError;
@@ -14,6 +15,8 @@ pub struct Liveness {
     stopped: AtomicBool,
     failure: OnceLock<Failure>,
     peers: Vec<AtomicU64>,
+    /// What ranks that left had failed at.
+    reasons: Mutex<BTreeMap<u32, String>>,
     born: Instant,
     /// Readable for ever once the group has failed: ends a `poll` in any number of threads.
     stop_event: Waker,
@@ -35,6 +38,7 @@ impl Liveness {
             stopped: AtomicBool::new(false),
             failure: OnceLock::new(),
             peers: (0..world_size).map(|_| AtomicU64::new(ALIVE)).collect(),
+            reasons: Mutex::default(),
             born: Instant::now(),
             stop_event: Waker::new()?,
             network,
@@ -55,8 +59,8 @@ impl Liveness {
 
     /// What is known about a rank.
     ///
-    /// Silence is only noticed by a rank's neighbours in the mesh (about `2 log2 n` ranks); death and
-    /// goodbye reach everybody. A rank that does not exist is dead.
+    /// Death, goodbye and silence are noticed by a rank's neighbours, who tell everybody. A rank
+    /// that does not exist is dead.
     pub fn peer(&self, rank: u32) -> PeerState {
         let Some(state) = self.peers.get(rank as usize) else {
             return PeerState::Dead;
@@ -92,24 +96,52 @@ impl Liveness {
         }
     }
 
-    pub(crate) fn left(&self, rank: u32) {
+    /// What a rank that left had failed at, if it said so.
+    pub fn why_left(&self, rank: u32) -> Option<String> {
+        self.reasons().get(&rank).cloned()
+    }
+
+    fn reasons(&self) -> MutexGuard<'_, BTreeMap<u32, String>> {
+        self.reasons.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn left(&self, rank: u32, why: Option<String>) {
+        if let Some(why) = why {
+            self.reasons().insert(rank, why);
+        }
         self.set(rank, LEFT);
     }
 
     pub(crate) fn silent(&self, rank: u32, heard: Instant) {
         let since = heard.saturating_duration_since(self.born).as_millis();
-        self.set(
-            rank,
-            SILENT + u64::try_from(since).unwrap_or(u64::MAX - SILENT),
-        );
+        let since = u64::try_from(since).unwrap_or(u64::MAX - SILENT);
+        self.set_unless_gone(rank, SILENT + since);
     }
 
     pub(crate) fn heard(&self, rank: u32) {
-        self.set(rank, ALIVE);
+        self.set_unless_gone(rank, ALIVE);
+    }
+
+    /// The ranks that have been silent for a while.
+    pub fn silent_ranks(&self) -> Vec<u32> {
+        (0..)
+            .zip(&self.peers)
+            .filter(|(_, state)| state.load(Ordering::Relaxed) >= SILENT)
+            .map(|(rank, _)| rank)
+            .collect()
     }
 
     pub(crate) fn stop_event(&self) -> &Waker {
         &self.stop_event
+    }
+
+    /// Death and goodbye are for good.
+    fn set_unless_gone(&self, rank: u32, state: u64) {
+        if let Some(peer) = self.peers.get(rank as usize) {
+            let change = |was| (was != LEFT && was != DEAD).then_some(state);
+            // An error only says that it is gone.
+            let _ = peer.fetch_update(Ordering::Relaxed, Ordering::Relaxed, change);
+        }
     }
 
     fn set(&self, rank: u32, state: u64) {
@@ -134,6 +166,17 @@ pub enum PeerState {
         /// How long ago it was last heard.
         since: Duration,
     },
+}
+
+impl fmt::Display for PeerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Alive => f.write_str("alive"),
+            Self::Dead => f.write_str("dead"),
+            Self::Left => f.write_str("gone, after a goodbye"),
+            Self::Silent { since } => write!(f, "silent for {:.1} s", since.as_secs_f64()),
+        }
+    }
 }
 
 /// Why a group has failed.

@@ -5,9 +5,9 @@
 //! `r - 2^k` and gets as many from `r + 2^k`. A barrier is an all-gather of empty blocks. A rank
 //! has sent all its rounds when its own operation completes, so it may leave at once.
 //!
-//! Bad news (a death, an abort, a goodbye, two ranks that call different operations) is flooded:
-//! whoever hears it first passes it on to all its neighbours. While an operation stalls, ranks also
-//! spread which ranks have entered it, so that a timeout names those that have not.
+//! Bad news (a death, an abort, a goodbye, silence, two ranks that call different operations) is
+//! flooded: whoever hears it first passes it on to all its neighbours. While an operation stalls,
+//! ranks also spread which ranks have entered it, so that a timeout names those that have not.
 //!
 //! A driver passes messages, losses and the time in, and takes [`Output`]s away. Messages between
 //! two ranks must arrive in order; different connections may be arbitrarily slow.
@@ -28,6 +28,8 @@ const MAX_BUFFERED: usize = 1 << 30;
 const ROUND_MESSAGE: usize = 1 << 20;
 /// Shorter intervals would only heat the room.
 const MIN_HEARTBEAT: Duration = Duration::from_millis(10);
+/// Heartbeats that must be missed before a rank is called silent, at the least.
+const BEATS: u32 = 4;
 /// Longer ones may not fit into an `Instant`.
 const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 /// The longest reason passed on.
@@ -49,8 +51,13 @@ pub(crate) struct Mesh {
     next_sequence: u64,
     buffered: usize,
     failure: Option<Failure>,
-    /// Ranks that said goodbye, and the first operation they did not complete.
-    left: BTreeMap<u32, u64>,
+    /// Ranks that said goodbye.
+    left: BTreeMap<u32, Goodbye>,
+    /// What this rank failed at last, in case it leaves because of that.
+    gave_up: Option<String>,
+    /// How often each rank has fallen silent or been heard again: it is silent while this is odd.
+    /// Its neighbours count, and the highest count wins, so all agree whoever noticed first.
+    turns: BTreeMap<u32, u32>,
     leaving: bool,
     next_heartbeat: Instant,
     outputs: VecDeque<Output>,
@@ -62,7 +69,16 @@ struct Neighbour {
     /// It said so itself, after everything else that it had to say.
     said_goodbye: bool,
     heard: Instant,
+    /// Whether this rank has noticed its silence.
     silent: bool,
+}
+
+/// What a rank said when it left.
+#[derive(Debug, Clone)]
+struct Goodbye {
+    /// The first operation that it did not complete.
+    completed: u64,
+    why: Option<String>,
 }
 
 /// What the driver is to do.
@@ -70,7 +86,7 @@ struct Neighbour {
 pub(crate) enum Output {
     Send { to: u32, message: Message },
     Failed(Failure),
-    Left(u32),
+    Left { rank: u32, why: Option<String> },
     Silent { rank: u32, heard: Instant },
     Heard(u32),
 }
@@ -134,8 +150,9 @@ impl Mesh {
         silence_after: Duration,
         now: Instant,
     ) -> Self {
-        let heartbeat = heartbeat.clamp(MIN_HEARTBEAT, MAX_WAIT);
-        let silence_after = silence_after.clamp(MIN_HEARTBEAT, MAX_WAIT);
+        let silence_after = silence_after.clamp(MIN_HEARTBEAT * BEATS, MAX_WAIT);
+        // However short the silence to report, a rank that is well is heard several times in it.
+        let heartbeat = heartbeat.clamp(MIN_HEARTBEAT, silence_after / BEATS);
         let neighbours = neighbours(rank, size)
             .into_iter()
             .map(|peer| {
@@ -161,6 +178,8 @@ impl Mesh {
             buffered: 0,
             failure: None,
             left: BTreeMap::new(),
+            gave_up: None,
+            turns: BTreeMap::new(),
             leaving: false,
             next_heartbeat: now + heartbeat,
             outputs: VecDeque::new(),
@@ -182,9 +201,10 @@ impl Mesh {
         if self.leaving {
             return Err(NetError::Closed { during: during() });
         }
-        if let Some(rank) = self.left_before(sequence) {
+        if let Some((rank, why)) = self.left_before(sequence) {
             return Err(NetError::PeerLeft {
                 rank,
+                why,
                 during: during(),
             });
         }
@@ -241,6 +261,7 @@ impl Mesh {
             }
             Outcome::Failed(Broken::Left(rank)) => Err(NetError::PeerLeft {
                 rank,
+                why: self.left.get(&rank).and_then(|left| left.why.clone()),
                 during: during(),
             }),
             Outcome::Failed(Broken::Mismatch { first, second }) => Err(NetError::Mismatch {
@@ -251,6 +272,8 @@ impl Mesh {
                 other_operation: second.1,
             }),
             Outcome::Complete | Outcome::Running => {
+                // Whatever it was, it went on.
+                self.gave_up = None;
                 let mut blocks = running.blocks;
                 // Blocks start with this rank's; callers want rank 0's first.
                 blocks.rotate_right(self.rank as usize % self.size.max(1) as usize);
@@ -266,13 +289,20 @@ impl Mesh {
             return Vec::new();
         };
         running.abandoned = true;
+        self.missing(sequence)
+    }
+
+    /// The ranks that, as far as is known here, an operation waits for.
+    pub(crate) fn missing(&self, sequence: u64) -> Vec<u32> {
+        let Some(running) = self.operations.get(&sequence) else {
+            return Vec::new();
+        };
         let mut missing: Vec<u32> = (0..self.size)
             .filter(|&rank| !running.seen.contains(rank))
             .collect();
         if missing.is_empty() && running.is_running() {
             // All have entered, so it is the sender of the current round that is slow.
-            let round = running.round;
-            missing.push(self.source(round));
+            missing.push(self.source(running.round));
         }
         missing
     }
@@ -288,8 +318,9 @@ impl Mesh {
             return Err("it is no neighbour".to_owned());
         };
         neighbour.heard = now;
-        if std::mem::take(&mut neighbour.silent) {
-            self.outputs.push_back(Output::Heard(from));
+        neighbour.silent = false;
+        if self.is_silent(from) {
+            self.turn(from, self.turns_of(from).saturating_add(1), now);
         }
         match message {
             Message::Round(round) => self.receive_round(from, round, now),
@@ -335,6 +366,11 @@ impl Mesh {
         self.outputs.push_back(Output::Failed(failure));
     }
 
+    /// This rank failed at something; if it leaves now, others are told that this is why.
+    pub(crate) fn give_up(&mut self, why: &str) {
+        self.gave_up = Some(shorten(why));
+    }
+
     /// Says goodbye to everybody.
     pub(crate) fn leave(&mut self) {
         if std::mem::replace(&mut self.leaving, true) {
@@ -348,9 +384,11 @@ impl Mesh {
             .iter()
             .find_map(unfinished)
             .unwrap_or(self.next_sequence);
+        let (rank, why) = (self.rank, self.gave_up.take());
         self.flood(&Control::Left {
-            rank: self.rank,
+            rank,
             completed,
+            why,
         });
         // A goodbye is the last message; from here on nobody is told anything.
         self.neighbours
@@ -361,17 +399,26 @@ impl Mesh {
     /// Lets time pass: heartbeats, silence, stalled operations.
     pub(crate) fn tick(&mut self, now: Instant) {
         if now >= self.next_heartbeat {
+            if now.saturating_duration_since(self.next_heartbeat) >= self.silence_after / 2 {
+                // It was this rank that stood still; what the others said meanwhile is yet unread.
+                for neighbour in self.neighbours.values_mut() {
+                    neighbour.heard = now;
+                }
+            }
             self.next_heartbeat = now + self.heartbeat;
             self.flood(&Control::Heartbeat);
         }
+        let mut silent = Vec::new();
         for (&rank, neighbour) in &mut self.neighbours {
             let quiet = now.saturating_duration_since(neighbour.heard) >= self.silence_after;
             if quiet && neighbour.connected && !neighbour.silent {
                 neighbour.silent = true;
-                self.outputs.push_back(Output::Silent {
-                    rank,
-                    heard: neighbour.heard,
-                });
+                silent.push((rank, neighbour.heard));
+            }
+        }
+        for (rank, heard) in silent {
+            if !self.is_silent(rank) {
+                self.turn(rank, self.turns_of(rank).saturating_add(1), heard);
             }
         }
         let mut news = Vec::new();
@@ -471,8 +518,21 @@ impl Mesh {
     }
 
     fn receive_control(&mut self, from: u32, control: Control, now: Instant) -> Result<(), String> {
+        if let Some(rank) = control.subject().filter(|&rank| rank >= self.size) {
+            return Err(format!("it spoke of rank {rank}, which does not exist"));
+        }
         match control {
             Control::Heartbeat => {}
+            Control::Silence { rank, turn } => {
+                if turn > self.turns_of(rank) {
+                    // Who noticed has waited so long; more is not known here.
+                    self.turn(
+                        rank,
+                        turn,
+                        now.checked_sub(self.silence_after).unwrap_or(now),
+                    );
+                }
+            }
             Control::Progress { sequence, seen } => {
                 let known = self.operations.contains_key(&sequence);
                 let ahead = self.next_sequence..self.next_sequence + MAX_PENDING as u64;
@@ -508,10 +568,11 @@ impl Mesh {
                     reason: shorten(&reason),
                 });
             }
-            Control::Left { rank, completed } => {
-                if rank >= self.size {
-                    return Err(format!("it spoke of rank {rank}, which does not exist"));
-                }
+            Control::Left {
+                rank,
+                completed,
+                why,
+            } => {
                 if rank == from
                     && let Some(neighbour) = self.neighbours.get_mut(&from)
                 {
@@ -519,14 +580,23 @@ impl Mesh {
                     neighbour.said_goodbye = true;
                 }
                 if rank != self.rank && !self.left.contains_key(&rank) {
-                    self.left.insert(rank, completed);
-                    self.flood(&Control::Left { rank, completed });
+                    let why = why.as_deref().map(shorten);
+                    let goodbye = Goodbye {
+                        completed,
+                        why: why.clone(),
+                    };
+                    self.left.insert(rank, goodbye);
+                    self.flood(&Control::Left {
+                        rank,
+                        completed,
+                        why: why.clone(),
+                    });
                     for sequence in self.sequences() {
                         if sequence >= completed {
                             self.break_operation(sequence, Broken::Left(rank));
                         }
                     }
-                    self.outputs.push_back(Output::Left(rank));
+                    self.outputs.push_back(Output::Left { rank, why });
                 }
             }
         }
@@ -629,6 +699,28 @@ impl Mesh {
         true
     }
 
+    fn turns_of(&self, rank: u32) -> u32 {
+        self.turns.get(&rank).copied().unwrap_or(0)
+    }
+
+    fn is_silent(&self, rank: u32) -> bool {
+        self.turns_of(rank) % 2 == 1
+    }
+
+    /// A rank has fallen silent, since `heard`, or is heard again.
+    fn turn(&mut self, rank: u32, turn: u32, heard: Instant) {
+        let was_silent = self.is_silent(rank);
+        self.turns.insert(rank, turn);
+        self.flood(&Control::Silence { rank, turn });
+        let is_silent = self.is_silent(rank);
+        if rank != self.rank && !self.left.contains_key(&rank) && is_silent != was_silent {
+            self.outputs.push_back(match is_silent {
+                true => Output::Silent { rank, heard },
+                false => Output::Heard(rank),
+            });
+        }
+    }
+
     fn flood(&mut self, control: &Control) {
         for (&to, neighbour) in &self.neighbours {
             if neighbour.connected {
@@ -653,11 +745,11 @@ impl Mesh {
         })
     }
 
-    fn left_before(&self, sequence: u64) -> Option<u32> {
+    fn left_before(&self, sequence: u64) -> Option<(u32, Option<String>)> {
         self.left
             .iter()
-            .find(|&(_, &completed)| completed <= sequence)
-            .map(|(&rank, _)| rank)
+            .find(|(_, left)| left.completed <= sequence)
+            .map(|(&rank, left)| (rank, left.why.clone()))
     }
 
     fn sequences(&self) -> Vec<u64> {
@@ -1093,7 +1185,7 @@ mod tests {
                 1 => Message::Control(Control::Mismatch { sequence, first: pair, second: pair }),
                 2 => Message::Control(Control::Died { rank, reason: "é".repeat(2000) }),
                 3 => Message::Control(Control::Aborted { by: rank, reason: String::new() }),
-                4 => Message::Control(Control::Left { rank, completed }),
+                4 => Message::Control(Control::Left { rank, completed, why: None }),
                 _ => {
                     let round = if which == 5 { round } else { round % 4 };
                     let blocks = vec![Arc::from([]); count];
@@ -1126,6 +1218,53 @@ mod tests {
         sim.pass(HEARTBEAT * 2);
         sim.collect();
         assert!(matches!(sim.states[0][1], Output::Heard(2)));
+    }
+
+    #[test]
+    fn silence_is_known_to_all_ranks_and_so_is_its_end() {
+        for size in [2, 6, 8, 17] {
+            let mut sim = Simulator::new(size, 5);
+            let victim = 3 % size;
+            sim.dead.insert(victim); // stopped: its connections stay open
+            sim.pass(SILENCE + Duration::from_secs(2));
+            sim.dead.clear();
+            sim.pass(HEARTBEAT * 2);
+            sim.collect();
+            for rank in (0..size).filter(|&rank| rank != victim) {
+                let states = &sim.states[rank as usize];
+                assert!(
+                    matches!(states[..], [Output::Silent { rank: a, .. }, Output::Heard(b)]
+                        if a == victim && b == victim),
+                    "rank {rank} of {size}: {states:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_rank_that_stood_still_itself_takes_nobody_for_silent() {
+        let now = Instant::now();
+        let mut mesh = Mesh::new(0, 3, HEARTBEAT, SILENCE, now);
+        mesh.tick(now + SILENCE * 4);
+        while let Some(output) = mesh.pop_output() {
+            assert!(matches!(output, Output::Send { .. }), "{output:?}");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_failed_and_leaves_says_why() {
+        let mut sim = Simulator::new(5, 7);
+        let waiting = sim.start(1, Operation::Barrier, &[]);
+        sim.ranks[0].give_up("it was late");
+        sim.ranks[0].leave();
+        sim.run();
+        let error = sim.take(1, waiting).unwrap().unwrap_err().to_string();
+        assert!(
+            error.contains("rank 0 has left the group (it was late)"),
+            "{error}"
+        );
+        let later = sim.ranks[4].start(Operation::Barrier, Arc::new([]), sim.now);
+        assert!(later.unwrap_err().to_string().contains("(it was late)"));
     }
 
     #[test]

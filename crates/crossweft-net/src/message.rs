@@ -2,10 +2,11 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::Operation;
+use crate::error::{NetError, Operation, TurnedAway};
 use crate::frame::Kind;
 use crate::host::HostId;
 use crate::root::RefuseReason;
@@ -23,6 +24,8 @@ pub(crate) const MAX_WORLD_SIZE: u32 = 1 << 16;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub(crate) version: u16,
+    /// The version of the crate: what the layers above say to each other goes with it.
+    pub(crate) build: String,
     pub(crate) rank: u32,
     pub(crate) world_size: u32,
     pub(crate) member: Member,
@@ -41,14 +44,19 @@ pub(crate) struct Member {
 /// What the rendezvous answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// It still waits for these ranks.
-    Waiting(Vec<u32>),
+    /// It still waits for some.
+    Waiting(Missing),
     /// Everybody is here, in rank order.
     Table(Vec<Member>),
     Refuse(RefuseReason),
     Missing(Missing),
-    /// A rank was lost after the table went out, while the ranks were connecting to each other.
+    /// A rank was lost: after the table went out, or before it and for good.
     Broken(u32),
+    /// A rank was told to give up, while the ranks were joining.
+    Aborted {
+        by: u32,
+        reason: String,
+    },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,6 +65,19 @@ pub(crate) struct Missing {
     pub(crate) joined: u32,
     pub(crate) world_size: u32,
     pub(crate) after_ms: u64,
+    pub(crate) turned_away: TurnedAway,
+}
+
+impl Missing {
+    pub(crate) fn into_error(self) -> NetError {
+        NetError::RanksMissing {
+            missing: self.missing,
+            joined: self.joined,
+            world_size: self.world_size,
+            after: Duration::from_millis(self.after_ms),
+            turned_away: Box::new(self.turned_away),
+        }
+    }
 }
 
 impl Answer {
@@ -67,6 +88,7 @@ impl Answer {
             Self::Refuse(reason) => (Kind::Refuse, to_vec(reason)),
             Self::Missing(missing) => (Kind::Missing, to_vec(missing)),
             Self::Broken(rank) => (Kind::Broken, to_vec(rank)),
+            Self::Aborted { by, reason } => (Kind::Abort, to_vec(&(by, reason))),
         }
     }
 
@@ -77,6 +99,7 @@ impl Answer {
             Kind::Refuse => from_slice(body).map(Self::Refuse),
             Kind::Missing => from_slice(body).map(Self::Missing),
             Kind::Broken => from_slice(body).map(Self::Broken),
+            Kind::Abort => from_slice(body).map(|(by, reason)| Self::Aborted { by, reason }),
             kind => Err(format!(
                 "a {kind:?} message was not expected from a rendezvous"
             )),
@@ -109,7 +132,28 @@ pub(crate) enum Control {
     Aborted { by: u32, reason: String },
     /// A rank said goodbye, having completed all operations before `completed`. From the rank
     /// itself it is the last message on the connection.
-    Left { rank: u32, completed: u64 },
+    Left {
+        rank: u32,
+        completed: u64,
+        /// What it had failed at, if it left because of that.
+        why: Option<String>,
+    },
+    /// A rank is not heard any more, or is heard again: see `Mesh::turns`.
+    Silence { rank: u32, turn: u32 },
+}
+
+impl Control {
+    /// The rank that it is about, where there is one.
+    pub(crate) fn subject(&self) -> Option<u32> {
+        match *self {
+            Self::Heartbeat | Self::Progress { .. } => None,
+            Self::Mismatch { first, second, .. } => Some(first.0.max(second.0)),
+            Self::Died { rank, .. } | Self::Left { rank, .. } | Self::Silence { rank, .. } => {
+                Some(rank)
+            }
+            Self::Aborted { by, .. } => Some(by),
+        }
+    }
 }
 
 /// Blocks of one round of an operation; a round with long blocks comes in several of them.
@@ -160,6 +204,10 @@ impl Message {
             Kind::Round => {
                 let (header, mut rest) = postcard::take_from_bytes::<RoundHeader>(body)
                     .map_err(|error| format!("a round could not be read: {error}"))?;
+                // An empty block takes one byte here and many in memory.
+                if header.lengths.len() > MAX_WORLD_SIZE as usize {
+                    return Err("a round has more blocks than there can be ranks".to_owned());
+                }
                 let mut blocks = Vec::with_capacity(header.lengths.len());
                 for length in header.lengths {
                     let (block, later) = rest

@@ -280,7 +280,7 @@ impl Service {
         }
         for client in lost {
             self.streams.remove(&client);
-            self.root.lost(client);
+            self.root.lost(client, Instant::now());
         }
     }
 
@@ -305,6 +305,7 @@ impl Service {
             }
             stream.closing.is_none_or(|deadline| now < deadline)
         });
-        lost.into_iter().for_each(|client| self.root.lost(client));
+        lost.into_iter()
+            .for_each(|client| self.root.lost(client, now));
     }
 }

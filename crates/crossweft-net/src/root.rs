@@ -3,7 +3,8 @@
 //! A client proves the secret, says hello, waits for the table of all ranks, connects to its
 //! neighbours, and says that it is ready. Rank 0 decides how large the world is; whoever came before
 //! it with another opinion is refused when it comes. A client that is lost before the table may come
-//! again; one that is lost after it breaks the group, and the others are told.
+//! again at once; one that is lost for longer, or after it, breaks the group, and the others are
+//! told.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -13,8 +14,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{self, Handshake, Key, Role, Step};
-use crate::error::{NetError, RankList};
-use crate::frame::{Decoder, Kind, VERSION, encode};
+use crate::error::{NetError, RankList, TurnedAway};
+use crate::frame::{BUILD, Decoder, Kind, VERSION, encode};
 use crate::message::{Answer, Hello, MAX_WORLD_SIZE, Member, Missing, from_slice};
 
 /// How long a connection may take to prove the secret and say hello.
@@ -23,6 +24,12 @@ const GREETING: Duration = Duration::from_secs(2);
 const MAX_STRANGERS: usize = 1024;
 /// The longest hello.
 const MAX_HELLO: usize = 4096;
+/// How long a rank that is lost before the table may take to come again.
+const RETURN: Duration = Duration::from_secs(3);
+/// Ranks whose refusals are remembered.
+const MAX_REFUSED: usize = 16;
+/// The longest reason passed on.
+const MAX_REASON: usize = 1024;
 /// How often joiners are told who is missing.
 const TELL: Duration = Duration::from_secs(1);
 /// How often the log says who is missing.
@@ -41,6 +48,9 @@ pub(crate) struct Root {
     connections: BTreeMap<Client, Connection>,
     /// By opinion about the world size, then by rank.
     joined: BTreeMap<(u32, u32), Joined>,
+    /// Ranks that had joined and were lost, and when.
+    lost: BTreeMap<(u32, u32), Instant>,
+    refused: BTreeMap<u32, RefuseReason>,
     stage: Stage,
     tell_at: Instant,
     log_at: Instant,
@@ -100,6 +110,8 @@ impl Root {
             timeout,
             connections: BTreeMap::new(),
             joined: BTreeMap::new(),
+            lost: BTreeMap::new(),
+            refused: BTreeMap::new(),
             stage: Stage::Gathering,
             tell_at: now + TELL,
             log_at: now + LOG,
@@ -178,6 +190,7 @@ impl Root {
                         Err(crate::frame::FrameError::Version(theirs)) => {
                             self.refuse(
                                 client,
+                                rank,
                                 RefuseReason::Version {
                                     theirs,
                                     ours: VERSION,
@@ -196,10 +209,11 @@ impl Root {
                     let member = (*world_size, *rank);
                     match decoder.next_message() {
                         Ok(Some((Kind::Ready, _))) => self.ready(member),
+                        Ok(Some((Kind::Abort, reason))) => self.abort(member.1, &reason),
                         Ok(None) => {}
                         Ok(Some(_)) | Err(_) => {
                             self.outputs.push_back(RootOutput::Drop(client));
-                            self.lost(client);
+                            self.lost(client, now);
                         }
                     }
                 }
@@ -208,7 +222,7 @@ impl Root {
     }
 
     /// A connection ended.
-    pub(crate) fn lost(&mut self, client: Client) {
+    pub(crate) fn lost(&mut self, client: Client, now: Instant) {
         let Some(connection) = self.connections.get(&client) else {
             return;
         };
@@ -233,6 +247,7 @@ impl Root {
                     "a rank that had joined was lost while others are missing"
                 );
                 self.joined.remove(&(world_size, rank));
+                self.lost.insert((world_size, rank), now);
             }
             Stage::Connecting => {
                 if self
@@ -240,16 +255,38 @@ impl Root {
                     .get(&(world_size, rank))
                     .is_some_and(|joined| !joined.ready)
                 {
-                    self.answer_all(&Answer::Broken(rank));
-                    self.finish(Err(NetError::PeerDied {
-                        rank,
-                        reason: "its connection to the rendezvous closed".to_owned(),
-                        during: "joining".to_owned(),
-                    }));
+                    self.broken(rank);
                 }
             }
             Stage::Finished => {}
         }
+    }
+
+    /// Without this rank there is no group.
+    fn broken(&mut self, rank: u32) {
+        self.answer_all(&Answer::Broken(rank));
+        self.finish(Err(NetError::PeerDied {
+            rank,
+            reason: "its connection to the rendezvous closed".to_owned(),
+            during: "joining".to_owned(),
+        }));
+    }
+
+    /// A joining rank was told to give up, and with it the others.
+    fn abort(&mut self, by: u32, reason: &[u8]) {
+        if self.stage == Stage::Finished {
+            return;
+        }
+        let reason = String::from_utf8_lossy(&reason[..reason.len().min(MAX_REASON)]).into_owned();
+        self.answer_all(&Answer::Aborted {
+            by,
+            reason: reason.clone(),
+        });
+        self.finish(Err(NetError::Aborted {
+            by,
+            reason,
+            during: "joining".to_owned(),
+        }));
     }
 
     /// Lets time pass.
@@ -265,11 +302,18 @@ impl Root {
             self.drop_stranger(client, "it took too long to prove the secret");
         }
         if self.stage == Stage::Finished {
+            self.log_at = now + LOG;
             return;
         }
         let waited = now.saturating_duration_since(self.started);
         if waited >= self.timeout {
             return self.give_up(waited);
+        }
+        let gone = |(_, at): &(&_, &Instant)| now.saturating_duration_since(**at) >= RETURN;
+        if self.stage == Stage::Gathering
+            && let Some((&(_, rank), _)) = self.lost.iter().find(gone)
+        {
+            return self.broken(rank);
         }
         if now >= self.log_at {
             self.log_at = now + LOG;
@@ -277,21 +321,27 @@ impl Root {
         }
         if now >= self.tell_at && self.stage == Stage::Gathering {
             self.tell_at = now + TELL;
-            self.tell_missing();
+            self.answer_all(&Answer::Waiting(self.missing(waited)));
         }
     }
 
-    /// When [`tick`](Self::tick) wants to be called next.
+    /// When [`tick`](Self::tick) wants to be called next; what has passed by then is not asked for
+    /// again, or the driver would never rest.
     pub(crate) fn next_tick(&self) -> Instant {
         let greetings = self
             .connections
             .values()
             .filter(|connection| !matches!(connection.phase, Phase::Joined { .. }))
             .map(|connection| connection.since + GREETING);
+        let gathering = self.stage == Stage::Gathering;
+        let returns = self.lost.values().map(|&at| at + RETURN);
+        let returns = returns.chain([self.tell_at]).filter(|_| gathering);
         let end = self.started.checked_add(self.timeout);
+        let end = end.filter(|_| self.stage != Stage::Finished);
         greetings
+            .chain(returns)
             .chain(end)
-            .fold(self.tell_at.min(self.log_at), Instant::min)
+            .fold(self.log_at, Instant::min)
     }
 
     pub(crate) fn pop_output(&mut self) -> Option<RootOutput> {
@@ -301,6 +351,7 @@ impl Root {
     fn hello(&mut self, client: Client, proven: u32, body: &[u8], now: Instant) {
         let Ok(Hello {
             version,
+            build,
             rank,
             world_size,
             member,
@@ -313,6 +364,11 @@ impl Root {
             Some(RefuseReason::Version {
                 theirs: version,
                 ours: VERSION,
+            })
+        } else if build != BUILD {
+            Some(RefuseReason::Build {
+                theirs: build,
+                ours: BUILD.to_owned(),
             })
         } else if proven != rank || rank >= world_size || world_size > MAX_WORLD_SIZE {
             Some(RefuseReason::RankOutOfRange { rank, world_size })
@@ -327,8 +383,10 @@ impl Root {
             None
         };
         if let Some(reason) = refusal {
-            return self.refuse(client, reason);
+            return self.refuse(client, proven, reason);
         }
+        self.refused.remove(&rank);
+        self.lost.retain(|lost, _| lost.1 != rank);
 
         if let Some(connection) = self.connections.get_mut(&client) {
             let decoder = Decoder::new(MAX_HELLO);
@@ -359,7 +417,7 @@ impl Root {
                         theirs: key.0,
                         ours: world_size,
                     };
-                    self.refuse(joined.client, reason);
+                    self.refuse(joined.client, key.1, reason);
                 }
             }
         }
@@ -394,32 +452,18 @@ impl Root {
 
     fn give_up(&mut self, after: Duration) {
         if self.stage == Stage::Connecting {
+            // Which of them keeps the others waiting is theirs to say, at their own deadlines.
             let missing = self.unready();
-            if let Some(&rank) = missing.first() {
-                self.answer_all(&Answer::Broken(rank));
-            }
-            let what = "connecting the ranks to each other".to_owned();
-            return self.finish(Err(NetError::Timeout { what, missing }));
+            let what = "connecting the ranks to each other";
+            return self.finish(Err(NetError::timeout(what, missing)));
         }
-        let Some(world_size) = self.likely_world_size() else {
-            return self.finish(Err(NetError::NobodyJoined { after }));
-        };
-        let missing = self.missing();
-        let joined = world_size.saturating_sub(u32::try_from(missing.len()).unwrap_or(u32::MAX));
-        let after_ms = u64::try_from(after.as_millis()).unwrap_or(u64::MAX);
-        let answer = Missing {
-            missing: missing.clone(),
-            joined,
-            world_size,
-            after_ms,
-        };
-        self.answer_all(&Answer::Missing(answer));
-        self.finish(Err(NetError::RanksMissing {
-            missing,
-            joined,
-            world_size,
-            after,
-        }));
+        if self.joined.is_empty() {
+            let turned_away = Box::new(self.turned_away());
+            return self.finish(Err(NetError::NobodyJoined { after, turned_away }));
+        }
+        let missing = self.missing(after);
+        self.answer_all(&Answer::Missing(missing.clone()));
+        self.finish(Err(missing.into_error()));
     }
 
     fn finish(&mut self, result: Result<(), NetError>) {
@@ -447,14 +491,12 @@ impl Root {
         }
     }
 
-    fn tell_missing(&mut self) {
-        let missing = self.missing();
-        self.answer_all(&Answer::Waiting(missing));
-    }
-
-    fn refuse(&mut self, client: Client, reason: RefuseReason) {
+    fn refuse(&mut self, client: Client, rank: u32, reason: RefuseReason) {
         if let Some(connection) = self.connections.remove(&client) {
-            tracing::warn!(address = %connection.address, %reason, "refused a joining rank");
+            tracing::warn!(address = %connection.address, "refused rank {rank}: {reason}");
+        }
+        if self.refused.len() < MAX_REFUSED || self.refused.contains_key(&rank) {
+            self.refused.insert(rank, reason.clone());
         }
         let bytes = wire(&Answer::Refuse(reason));
         self.outputs.push_back(RootOutput::Send { client, bytes });
@@ -475,7 +517,7 @@ impl Root {
     fn log_waiting(&self) {
         let missing = match self.stage {
             Stage::Connecting => self.unready(),
-            Stage::Gathering | Stage::Finished => self.missing(),
+            Stage::Gathering | Stage::Finished => self.absent(),
         };
         if self.joined.is_empty() {
             tracing::info!("waiting for ranks, none has joined yet");
@@ -491,11 +533,32 @@ impl Root {
     }
 
     /// Ranks that have not joined.
-    fn missing(&self) -> Vec<u32> {
+    fn absent(&self) -> Vec<u32> {
         let size = self.likely_world_size().unwrap_or(0);
         (0..size)
             .filter(|&rank| !self.joined.contains_key(&(size, rank)))
             .collect()
+    }
+
+    /// Who has not joined, and what may be the reason.
+    fn missing(&self, after: Duration) -> Missing {
+        let missing = self.absent();
+        let world_size = self.likely_world_size().unwrap_or(0);
+        let absent = u32::try_from(missing.len()).unwrap_or(u32::MAX);
+        Missing {
+            joined: world_size.saturating_sub(absent),
+            missing,
+            world_size,
+            after_ms: u64::try_from(after.as_millis()).unwrap_or(u64::MAX),
+            turned_away: self.turned_away(),
+        }
+    }
+
+    fn turned_away(&self) -> TurnedAway {
+        TurnedAway {
+            refused: self.refused.clone().into_iter().collect(),
+            strangers: self.strangers,
+        }
     }
 
     /// The size that rank 0 has, once it is here.
@@ -543,6 +606,13 @@ pub enum RefuseReason {
         /// The world size that it came with.
         world_size: u32,
     },
+    /// It is another version of crossweft, which may speak otherwise in the layers above.
+    Build {
+        /// Its version.
+        theirs: String,
+        /// The version of the rendezvous.
+        ours: String,
+    },
     /// It speaks another version of the protocol.
     Version {
         /// Its version.
@@ -574,6 +644,10 @@ impl fmt::Display for RefuseReason {
                     "rank {rank} does not fit into a world of {world_size} ranks"
                 )
             }
+            Self::Build { theirs, ours } => write!(
+                f,
+                "it is crossweft {theirs} but the rendezvous {ours}; install the same everywhere"
+            ),
             Self::Version { theirs, ours } => write!(
                 f,
                 "it speaks protocol version {theirs} but the rendezvous speaks {ours}; install the same crossweft everywhere"
@@ -601,6 +675,7 @@ mod tests {
         root: Root,
         key: Key,
         now: Instant,
+        build: String,
         clients: BTreeMap<Client, Joiner>,
         closed: Vec<Client>,
         verdict: Option<Result<(), NetError>>,
@@ -623,6 +698,7 @@ mod tests {
                 root,
                 key,
                 now,
+                build: BUILD.to_owned(),
                 clients,
                 closed,
                 verdict: None,
@@ -655,6 +731,7 @@ mod tests {
             let open = handshake.take_output();
             let hello = to_vec(&Hello {
                 version,
+                build: self.build.clone(),
                 rank,
                 world_size,
                 member,
@@ -759,7 +836,10 @@ mod tests {
             sim.join(rank.into(), rank, 5);
         }
         sim.pass(Duration::from_secs(1));
-        assert_eq!(sim.last(2), Some(&Answer::Waiting(vec![1, 4])));
+        match sim.last(2) {
+            Some(Answer::Waiting(missing)) => assert_eq!(missing.missing, [1, 4]),
+            answer => panic!("{answer:?}"),
+        }
         sim.pass(TIMEOUT);
         for client in [0, 2, 3] {
             match sim.last(client) {
@@ -820,24 +900,81 @@ mod tests {
     fn a_rank_that_is_lost_before_the_table_may_come_again_but_not_after() {
         let mut sim = Simulator::new();
         sim.join(0, 0, 2);
-        sim.root.lost(0);
+        sim.root.lost(0, sim.now);
         sim.join(1, 1, 2);
         assert_eq!(sim.last(1), None);
         sim.join(2, 0, 2);
         assert!(matches!(sim.last(1), Some(Answer::Table(_))));
         sim.ready(1);
-        sim.root.lost(1);
+        sim.root.lost(1, sim.now);
         assert!(
             sim.verdict.is_none(),
             "rank 1 was ready and may close its connection"
         );
-        sim.root.lost(2);
+        sim.root.lost(2, sim.now);
         sim.pump();
         let verdict = sim.verdict.unwrap();
         assert!(
             matches!(verdict, Err(NetError::PeerDied { rank: 0, .. })),
             "{verdict:?}"
         );
+    }
+
+    #[test]
+    fn a_rank_that_is_lost_and_does_not_return_breaks_the_group() {
+        let mut sim = Simulator::new();
+        sim.join(0, 0, 3);
+        sim.join(1, 1, 3);
+        sim.root.lost(1, sim.now);
+        sim.pass(RETURN - Duration::from_millis(1));
+        assert!(sim.verdict.is_none());
+        assert_eq!(sim.root.next_tick(), sim.now + Duration::from_millis(1));
+        sim.pass(Duration::from_millis(1));
+        assert_eq!(sim.last(0), Some(&Answer::Broken(1)));
+        assert!(matches!(
+            sim.verdict,
+            Some(Err(NetError::PeerDied { rank: 1, .. }))
+        ));
+    }
+
+    #[test]
+    fn a_rank_that_gives_up_ends_the_others_waits_with_its_reason() {
+        let mut sim = Simulator::new();
+        sim.join(0, 0, 3);
+        sim.join(1, 1, 3);
+        let abort: Vec<u8> = encode(Kind::Abort, "enough".as_bytes()).flatten().collect();
+        sim.root.received(1, &abort, sim.now);
+        sim.pump();
+        let reason = "enough".to_owned();
+        assert_eq!(sim.last(0), Some(&Answer::Aborted { by: 1, reason }));
+        assert!(matches!(
+            sim.verdict,
+            Some(Err(NetError::Aborted { by: 1, .. }))
+        ));
+    }
+
+    #[test]
+    fn who_was_turned_away_is_told_with_who_is_missing() {
+        let mut sim = Simulator::new();
+        sim.join(0, 0, 4);
+        sim.join(1, 1, 5);
+        sim.join_as(2, 2, 4, VERSION + 1, sim.key.clone());
+        sim.build = "0.0.9".to_owned();
+        sim.join(3, 3, 4);
+        sim.join_as(4, 3, 4, VERSION, Key::new([8; 16]));
+        sim.root.lost(4, sim.now); // it has seen that the secret is another
+        sim.pass(TIMEOUT);
+        let error = sim.verdict.unwrap().unwrap_err().to_string();
+        for words in [
+            "3 of 4 ranks did not join",
+            "ranks [1, 2, 3] (1 joined)",
+            "rank 1 was refused: it was started with world size 5 but rank 0 with 4",
+            "rank 2 was refused: it speaks protocol version",
+            "rank 3 was refused: it is crossweft 0.0.9 but the rendezvous",
+            "1 connection did not prove the secret",
+        ] {
+            assert!(error.contains(words), "{error}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::os::fd::AsFd;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -33,6 +34,14 @@ fn child() {
             group.barrier(soon()).unwrap();
             std::thread::sleep(Duration::from_millis(300));
             group.all_gather(&[7; 3_000_000], soon()).unwrap();
+        }
+        // Fetches a descriptor of rank 0, many times.
+        "fetch" => {
+            group.barrier(soon()).unwrap();
+            for _ in 0..3000 {
+                group.fetch_fd(0, 5, soon()).unwrap();
+            }
+            group.barrier(soon()).unwrap();
         }
         // Aborts and ends without a goodbye.
         "abort" => {
@@ -195,6 +204,21 @@ fn a_stopped_process_is_silent_but_not_dead_and_goes_on() {
             matches!(state, PeerState::Alive | PeerState::Left),
             "{state:?}"
         );
+    });
+}
+
+/// Services give up on connections that are slow to say what they want, which must not be taken for
+/// the end of the service.
+#[test]
+fn a_process_that_is_stopped_while_it_fetches_goes_on() {
+    with_child(2, 1, "fetch", |group, process| {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        group.offer_fd(5, file.as_fd()).unwrap();
+        std::thread::sleep(Duration::from_millis(30));
+        process.signal(Signal::STOP);
+        std::thread::sleep(Duration::from_millis(2500));
+        process.signal(Signal::CONT);
+        group.barrier(soon()).unwrap();
     });
 }
 

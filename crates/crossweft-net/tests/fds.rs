@@ -68,7 +68,7 @@ fn keys_are_offered_once_and_can_be_used_again() {
         group.barrier(soon()).unwrap();
         let deadline = Instant::now() + Duration::from_millis(100);
         match group.fetch_fd(peer, 1, deadline).unwrap_err() {
-            NetError::Timeout { missing, what } => {
+            NetError::Timeout { missing, what, .. } => {
                 assert_eq!(missing, [peer]);
                 assert!(what.contains("file descriptor 1"), "{what}");
             }

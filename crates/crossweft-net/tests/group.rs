@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use common::{Random, join, rendezvous, soon, with_ranks};
 use crossweft_net::auth::{self, Role};
 use crossweft_net::{
-    Failure, Group, JoinOptions, NetError, PeerState, RefuseReason, Rendezvous, RendezvousOptions,
-    UniqueId,
+    Cancel, Failure, Group, JoinOptions, NetError, PeerState, RefuseReason, Rendezvous,
+    RendezvousOptions, UniqueId,
 };
 
 #[test]
@@ -215,7 +215,7 @@ fn a_timeout_names_those_who_did_not_come_and_they_may_come_later() {
         } else {
             let deadline = Instant::now() + Duration::from_millis(600);
             match group.barrier(deadline).unwrap_err() {
-                NetError::Timeout { missing, what } => {
+                NetError::Timeout { missing, what, .. } => {
                     assert_eq!(missing, [5]);
                     assert!(what.contains("barrier"));
                 }
@@ -290,6 +290,90 @@ fn a_failure_found_elsewhere_is_told_to_all() {
         let error = group.barrier(soon()).unwrap_err();
         assert!(error.to_string().contains("rank 3") && error.to_string().contains("queue pair"));
     });
+}
+
+#[test]
+fn a_failure_found_by_a_rank_that_leaves_at_once_is_told_to_all() {
+    for _ in 0..20 {
+        with_ranks(4, |group| {
+            if group.rank() == 1 {
+                let failure = Failure::PeerDied {
+                    rank: 3,
+                    reason: "its queue pair broke".to_owned(),
+                };
+                group.liveness().fail_local(failure);
+                return group.leave();
+            }
+            let error = group.barrier(soon()).unwrap_err().to_string();
+            assert!(
+                error.contains("rank 3 died") && error.contains("queue pair"),
+                "{error}"
+            );
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_was_too_late_and_left_says_so() {
+    with_ranks(3, |group| {
+        match group.rank() {
+            0 => {
+                let deadline = Instant::now() + Duration::from_millis(300);
+                group.barrier(deadline).unwrap_err();
+                group.leave();
+            }
+            1 => {
+                let error = group.barrier(soon()).unwrap_err().to_string();
+                assert!(
+                    error.contains("rank 0 has left the group (barrier (operation 0 of the group)")
+                        && error.contains("missing: ranks [2]"),
+                    "{error}"
+                );
+            }
+            // Never comes, but is there for as long as the others need it.
+            _ => std::thread::sleep(Duration::from_secs(1)),
+        }
+    });
+}
+
+#[test]
+fn joining_can_be_cancelled_from_another_thread() {
+    let rendezvous = rendezvous();
+    let id = rendezvous.unique_id();
+    let cancel = Cancel::new().unwrap();
+    std::thread::scope(|scope| {
+        for rank in [0, 1] {
+            let options = JoinOptions {
+                cancel: (rank == 1).then(|| cancel.clone()),
+                ..Default::default()
+            };
+            let id = &id;
+            scope.spawn(move || {
+                let error = Group::join(id, rank, 3, &options).unwrap_err();
+                assert!(
+                    matches!(&error, NetError::Aborted { by: 1, reason, .. } if reason == "enough"),
+                    "{error}"
+                );
+            });
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        cancel.cancel("enough");
+    });
+    assert!(matches!(
+        rendezvous.wait(),
+        Err(NetError::Aborted { by: 1, .. })
+    ));
+    // Once cancelled, always cancelled; also where nobody answers.
+    let options = JoinOptions {
+        cancel: Some(cancel),
+        ..Default::default()
+    };
+    let nowhere = UniqueId::generate("192.0.2.1:9".parse().unwrap()).unwrap();
+    let error = Group::join(&nowhere, 0, 2, &options).unwrap_err();
+    assert!(matches!(
+        error,
+        NetError::Aborted { by: 0, .. } | NetError::RootLost { .. }
+    ));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::{rendezvous, soon};
 use crossweft_net::launch::{Job, Launcher};
-use crossweft_net::{Group, JoinOptions, NetError, RendezvousOptions, UniqueId};
+use crossweft_net::{Cancel, Group, JoinOptions, NetError, RendezvousOptions, UniqueId};
 
 fn torchrun(rank: u32, size: u32, run: &str, more: &[(&str, String)]) -> Job {
     let variables = [
@@ -150,5 +150,38 @@ fn without_rank_0_the_wait_ends() {
             "{error}"
         );
         assert!(started.elapsed() < Duration::from_secs(3));
+    }
+}
+
+#[test]
+fn waiting_for_rank_0_can_be_cancelled() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("id");
+    let file = [("CROSSWEFT_ID_FILE", path.display().to_string())];
+    // Accepts nothing, so connections wait in its backlog.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let id = UniqueId::generate(silent.local_addr().unwrap()).unwrap();
+    let given = [("CROSSWEFT_UNIQUE_ID", id.to_string())];
+    for more in [&[][..], &file, &given] {
+        let cancel = Cancel::new().unwrap();
+        let options = JoinOptions {
+            cancel: Some(cancel.clone()),
+            ..Default::default()
+        };
+        let started = Instant::now();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(100));
+                cancel.cancel("enough");
+            });
+            let job = torchrun(1, 2, "cancelled", more);
+            let joined = job.join(&options, &RendezvousOptions::default());
+            let error = joined.unwrap_err();
+            assert!(
+                matches!(&error, NetError::Aborted { by: 1, reason, .. } if reason == "enough"),
+                "{error}"
+            );
+        });
+        assert!(started.elapsed() < Duration::from_secs(15));
     }
 }

@@ -76,7 +76,8 @@ impl SharedMemory {
         if !seals.contains(SealFlags::SHRINK) {
             return Err(import("it is not sealed against shrinking".to_owned()));
         }
-        Self::map(fd, size).map_err(|e| import(format!("mmap: {e}")))
+        // What was announced, however large the peer has made the file.
+        Self::map(fd, bytes).map_err(|e| import(format!("mmap: {e}")))
     }
 
     fn map(fd: OwnedFd, bytes: u64) -> Result<Self, rustix::io::Errno> {

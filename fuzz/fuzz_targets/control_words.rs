@@ -1,0 +1,7 @@
+//! Any words in the memory that ranks share, before and during a launch.
+#![no_main]
+
+#[path = "../../crates/crossweft-cli/tests/faults/hostile.rs"]
+mod hostile;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| hostile::control_words(bytes));
