@@ -33,7 +33,8 @@ def main():
         op.initialize(world, rank)
 
         def reduce(tensor):
-            op.inference_all_reduce(tensor)
+            # The op registers itself with torch; in place.
+            torch.ops.deepspeed.inference_all_reduce_(tensor)
 
     rows = []
     size = least

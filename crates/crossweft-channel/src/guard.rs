@@ -122,11 +122,19 @@ impl<'a> Guard<'a> {
         self
     }
 
+    /// Whether a rank is in this very call with a message of another size. For launches whose waits do
+    /// not ask this guard.
+    #[must_use]
+    pub fn finds_other_size(&self) -> bool {
+        self.other_size(&Waiting::default()).is_some()
+    }
+
     /// The cause of an interruption, once it has happened.
     #[must_use]
     pub fn cause(&self, stopped: Stopped, waiting: &Waiting) -> StopCause {
         match (stopped, self.endpoint.group().liveness().failure()) {
             (Stopped::Mismatch, _) => self.mismatch(waiting),
+            (Stopped::Aborted, _) if self.other_size(waiting).is_some() => self.mismatch(waiting),
             (_, Some(failure)) => StopCause::Failure(failure.to_string()),
             (Stopped::Deadline, None) => {
                 let cause = StopCause::Deadline {

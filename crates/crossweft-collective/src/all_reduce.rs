@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossweft_device::{DataType, ReduceOp};
-use crossweft_executor::{Buffers, Options, Prepared, Schedule};
+use crossweft_executor::{Buffers, Options, Prepared, Recorded, Schedule};
 use crossweft_hal::{self as hal, Device};
 
 use crate::algorithm::Algorithm;
@@ -231,6 +231,26 @@ impl AllReduce {
         Ok(())
     }
 
+    /// Records `calls` calls of [`run_symmetric`](Self::run_symmetric) into a CUDA graph.
+    ///
+    /// # Errors
+    /// As for [`run_symmetric`](Self::run_symmetric); also if this rank is not on a CUDA device, or the
+    /// message takes several pieces.
+    pub fn record_symmetric(
+        &self,
+        input_offset: u64,
+        output_offset: u64,
+        bytes: u64,
+        calls: u32,
+    ) -> Result<Recorded, CollectiveError> {
+        let (prepared, piece) = self.select_shared(bytes)?;
+        if bytes > piece as u64 {
+            return Err(self.usage(format!("{bytes} bytes are handled in pieces of {piece}")));
+        }
+        let limit = self.communicator.timeout();
+        Ok(prepared.record_registered((input_offset, output_offset), bytes, calls, limit)?)
+    }
+
     /// What is chosen for a message of `bytes` bytes, and why.
     #[must_use]
     pub fn explain(&self, bytes: u64) -> &Choice {
@@ -245,6 +265,11 @@ impl AllReduce {
 
     /// The prepared plan for a size, and the piece it handles at a time.
     fn select(&self, bytes: u64) -> Result<(&Prepared, usize), CollectiveError> {
+        let (prepared, piece) = self.select_shared(bytes)?;
+        Ok((prepared, piece))
+    }
+
+    fn select_shared(&self, bytes: u64) -> Result<(&Arc<Prepared>, usize), CollectiveError> {
         let index = self.selector.select(bytes);
         let choice = &self.selector.choices()[index];
         if bytes > choice.up_to {

@@ -610,7 +610,7 @@ impl<B: Block> Execution<'_, B> {
             && (blocks == 1 || unsafe { memory.fetch_add(left, 1) } + 1 == blocks);
         if packet::is_scrub_epoch(self.epoch) {
             // SAFETY: the caller's promise.
-            unsafe { self.scrub(is_last, index)? };
+            unsafe { scrub(self.block, program, self.epoch, is_last, index)? };
         }
         if is_last {
             // SAFETY: the program is prepared, and the last block is alone with its rank's counters.
@@ -621,38 +621,49 @@ impl<B: Block> Execution<'_, B> {
         }
         Ok(())
     }
+}
 
-    /// Block: the last one clears this half of the packet memory. All blocks have read theirs, and the
-    /// next writer of this half sends for epoch + 2.
-    ///
-    /// # Safety
-    /// As for [`leave`](Self::leave); `is_last` is the answer on thread 0.
-    unsafe fn scrub(&self, is_last: bool, index: u32) -> Result<(), Stopped> {
-        let (block, memory, program) = (self.block, self.block.memory(), self.program);
-        // Where thread 0 tells the others. Not 0, and no other block's.
-        let word = program.counters + COUNTER_STRIDE + 8;
-        let last = (self.epoch << 16 | u64::from(index)) + 1;
-        if is_last {
-            // SAFETY: the program is prepared; only the last block writes here.
-            unsafe { memory.store(word, last) };
-        }
-        block.sync(Ok(()))?;
-        // SAFETY: the table has an entry for every rank and space. Word by word: the peers' stores,
-        // seen through relaxed loads alone, are ordered before atomic stores only.
-        unsafe {
-            if memory.load(word) == last {
-                let entry =
-                    program.bases + (u64::from(program.rank) * SPACES + Space::Packets as u64) * 8;
-                let half = memory.read::<u64>(entry) + (self.epoch & 1) * program.packets_half;
-                let mut at = u64::from(block.thread()) * WORD;
-                while at < program.packets_half {
-                    memory.store(half + at, 0);
-                    at += u64::from(block.threads()) * WORD;
-                }
+/// Block: the last one clears this epoch's half of the packet memory. All blocks have read theirs, and
+/// the next writer of this half sends for epoch + 2. `is_last` is the answer on thread 0.
+///
+/// A function of its own, for GPUs: inlined, the barriers in it would be doubled, once for each answer,
+/// and threads of one block would meet at different ones.
+///
+/// # Safety
+/// As for [`Execution::leave`].
+#[cold]
+#[inline(never)]
+unsafe fn scrub<B: Block>(
+    block: &B,
+    program: &Program,
+    epoch: u64,
+    is_last: bool,
+    index: u32,
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    // Where thread 0 tells the others. Not 0, and no other block's.
+    let word = program.counters + COUNTER_STRIDE + 8;
+    let last = (epoch << 16 | u64::from(index)) + 1;
+    if is_last {
+        // SAFETY: the program is prepared; only the last block writes here.
+        unsafe { memory.store(word, last) };
+    }
+    block.sync(Ok(()))?;
+    // SAFETY: the table has an entry for every rank and space. Word by word: the peers' stores, seen
+    // through relaxed loads alone, are ordered before atomic stores only.
+    unsafe {
+        if memory.load(word) == last {
+            let entry =
+                program.bases + (u64::from(program.rank) * SPACES + Space::Packets as u64) * 8;
+            let half = memory.read::<u64>(entry) + (epoch & 1) * program.packets_half;
+            let mut at = u64::from(block.thread()) * WORD;
+            while at < program.packets_half {
+                memory.store(half + at, 0);
+                at += u64::from(block.threads()) * WORD;
             }
         }
-        block.sync(Ok(()))
     }
+    block.sync(Ok(()))
 }
 
 /// Low bits of a signal's tag that hold the size of the message.

@@ -7,13 +7,17 @@ use std::time::{Duration, Instant};
 
 use crossweft_device::program::{Launch, Program};
 use crossweft_device::{DataType, ReduceOp, Site, Stopped, WaitKind, Waiting};
-use crossweft_hal::HalError;
 use crossweft_hal::cpu::Interrupted;
 use crossweft_hal::cuda::{
-    Argument, Cache, CompileOptions, Context, CudaError, Kernel, Module, PinnedMemory, Shape,
-    Stream,
+    Argument, Cache, CompileOptions, Context, CudaError, Event, GraphExec, Kernel, Module,
+    PinnedMemory, Shape, Stream,
 };
+use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::{GpuContext, MAX_THREADS, MIN_SM, PlanLaunch, plan_entry, plan_module};
+
+use crate::ExecutorError;
+use crate::launch::RawBuffers;
+use crate::prepared::{Machine, Prepared};
 
 /// A plan's kernel, ready to be launched.
 #[derive(Debug)]
@@ -230,5 +234,225 @@ impl Control {
             },
             block: high(word(2)),
         })
+    }
+}
+
+/// Calls of a prepared plan, recorded into a CUDA graph; for measuring, and for whatever runs the same
+/// calls again and again. Keeps the plan.
+#[derive(Debug)]
+pub struct Recorded {
+    plan: Arc<Prepared>,
+    graph: GraphExec,
+    stream: Stream,
+    /// A call that is launched before each replay, so that all ranks begin it together.
+    buffers: RawBuffers,
+    start: Event,
+    end: Event,
+    calls: u32,
+}
+
+impl Prepared {
+    /// Records `calls` calls on messages of `bytes` bytes in registered memory, as
+    /// [`run_registered`](Self::run_registered) makes them. Local.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`] as for [`run_registered`](Self::run_registered), or if the plan is not on
+    /// a CUDA device; [`ExecutorError::Device`].
+    pub fn record_registered(
+        self: &Arc<Self>,
+        (input_offset, output_offset): (u64, u64),
+        bytes: u64,
+        calls: u32,
+        limit: Duration,
+    ) -> Result<Recorded, ExecutorError> {
+        let buffers = self.registered_buffers(input_offset, output_offset, bytes)?;
+        let Device::Cuda(context) = self.endpoint.device() else {
+            return Err(self.usage("only plans on CUDA devices can be recorded".to_owned()));
+        };
+        let record = || -> Result<(GraphExec, Stream, Event, Event), CudaError> {
+            let stream = Stream::new(context)?;
+            let (start, end) = (Event::with_timing(context)?, Event::with_timing(context)?);
+            let capture = stream.begin_capture()?;
+            for _ in 0..calls {
+                self.with_launcher(|launcher| {
+                    // SAFETY: as in `launch_registered`; the program's tables live as long as
+                    // `Recorded`, which keeps the plan.
+                    unsafe { launcher.launch(&stream, &self.program, &buffers.launch(), limit) }
+                })?;
+            }
+            let graph = capture.end()?.instantiate()?;
+            graph.upload(&stream)?;
+            Ok((graph, stream, start, end))
+        };
+        let (graph, stream, start, end) = record().map_err(|error| self.device(error))?;
+        Ok(Recorded {
+            plan: Arc::clone(self),
+            graph,
+            stream,
+            buffers,
+            start,
+            end,
+            calls,
+        })
+    }
+
+    /// The launcher, of a plan on a CUDA device.
+    fn with_launcher<T>(
+        &self,
+        body: impl FnOnce(&CudaLauncher) -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
+        match self.machine.take(TURN_LIMIT).as_deref() {
+            Some(Machine::Cuda(launcher)) => body(launcher),
+            _ => Err(CudaError::Capturing {
+                what: "launching a plan that runs or is not on a CUDA device",
+            }),
+        }
+    }
+}
+
+/// How long a launch waits for its turn.
+const TURN_LIMIT: Duration = Duration::from_secs(1);
+
+impl Recorded {
+    /// Starts a replay: one call, launched as usual, then the recorded ones. Returns at once.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Poisoned`], [`ExecutorError::Device`].
+    pub fn start(&self, limit: Duration) -> Result<(), ExecutorError> {
+        self.plan.check_whole()?;
+        let launch = self.buffers.launch();
+        let started = self.plan.with_launcher(|launcher| {
+            // SAFETY: the buffers lie in registered memory, which the plan keeps mapped, as it does
+            // its tables; launches follow one another on this stream.
+            unsafe { launcher.launch(&self.stream, &self.plan.program, &launch, limit)? };
+            self.start.record(&self.stream)?;
+            // SAFETY: as above, of what was recorded.
+            unsafe { self.graph.launch(&self.stream)? };
+            self.end.record(&self.stream)
+        });
+        started.map_err(|error| self.plan.device(error))
+    }
+
+    /// Waits for the replay to end; returns the device's time for one of its calls.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Interrupted`] if a wait on the device was ended; [`ExecutorError::Device`].
+    pub fn finish(&self, limit: Duration) -> Result<Duration, ExecutorError> {
+        let failed = || self.plan.endpoint.group().liveness().stopped();
+        let waited = self.plan.with_launcher(|launcher| {
+            let limit = limit.saturating_mul(self.calls + 1);
+            launcher.wait(&self.stream, limit, failed)
+        });
+        waited.map_err(|error| self.plan.device(error))?;
+        self.plan.check()?;
+        let time = self.end.since(&self.start);
+        Ok(time.map_err(|error| self.plan.device(error))? / self.calls.max(1))
+    }
+}
+
+/// The launches of several virtual ranks of one device as one cooperative grid: all blocks are resident
+/// at once, whatever queues the device has. What sanitizers and profilers, which run one kernel at a
+/// time, need.
+#[derive(Debug)]
+pub struct Together {
+    plans: Vec<Arc<Prepared>>,
+    /// The parameters, one behind another.
+    parameters: Memory,
+    stream: Stream,
+}
+
+impl Together {
+    /// Of the same plan, prepared by every rank. Local.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`] if the plans are not all of one CUDA device, or there is none;
+    /// [`ExecutorError::Device`].
+    pub fn new(plans: Vec<Arc<Prepared>>) -> Result<Self, ExecutorError> {
+        let Some(first) = plans.first() else {
+            return Err(ExecutorError::Usage {
+                plan: String::new(),
+                rank: 0,
+                reason: "there are no ranks to launch together".to_owned(),
+            });
+        };
+        let Device::Cuda(context) = first.endpoint.device() else {
+            return Err(first.usage("only plans on CUDA devices can be launched together".into()));
+        };
+        let same = |plan: &Arc<Prepared>| match plan.endpoint.device() {
+            Device::Cuda(other) => other.ordinal() == context.ordinal(),
+            _ => false,
+        };
+        if !plans.iter().all(same) {
+            return Err(first.usage("the ranks to launch together are on several devices".into()));
+        }
+        let bytes = (plans.len() * size_of::<PlanLaunch>()) as u64;
+        let hal = |source: HalError| ExecutorError::Device {
+            plan: first.name().to_owned(),
+            rank: first.program.rank,
+            source,
+        };
+        let parameters = first.endpoint.device().allocate(bytes).map_err(hal)?;
+        let stream = Stream::new(context).map_err(|e| hal(e.into()))?;
+        Ok(Self {
+            plans,
+            parameters,
+            stream,
+        })
+    }
+
+    /// One call of every rank, on messages in registered memory as
+    /// [`Prepared::run_registered`] takes them. Blocks until all have ended.
+    ///
+    /// # Errors
+    /// As for [`Prepared::run_registered`]; of the first rank that failed.
+    pub fn run_registered(
+        &self,
+        input_offset: u64,
+        output_offset: u64,
+        bytes: u64,
+        limit: Duration,
+    ) -> Result<(), ExecutorError> {
+        let mut image = Vec::new();
+        let (mut blocks, mut threads) = (0, MAX_THREADS);
+        for plan in &self.plans {
+            plan.check_whole()?;
+            let buffers = plan.registered_buffers(input_offset, output_offset, bytes)?;
+            let parameter = plan.with_launcher(|launcher| {
+                threads = threads.min(launcher.threads);
+                Ok(launcher.parameter(&plan.program, &buffers.launch(), limit))
+            });
+            image.push(parameter.map_err(|error| plan.device(error))?);
+            blocks = blocks.max(plan.program.block_count);
+        }
+        let Some(first) = self.plans.first() else {
+            return Ok(());
+        };
+        let size = size_of_val(image.as_slice());
+        // SAFETY: `PlanLaunch` is `repr(C)`; its padding, if any, is copied and never looked at.
+        let words = unsafe { std::slice::from_raw_parts(image.as_ptr().cast::<u8>(), size) };
+        let hal = |source: HalError| ExecutorError::Device {
+            plan: first.name().to_owned(),
+            rank: first.program.rank,
+            source,
+        };
+        self.parameters.write(0, words).map_err(hal)?;
+        let shape = Shape {
+            grid: [blocks, self.plans.len() as u32, 1],
+            ..Shape::linear(blocks, threads)
+        };
+        let address = self.parameters.addr();
+        let launched = first.with_launcher(|launcher| {
+            let arguments = [Argument::from(&image[0]), Argument::from(&address)];
+            // SAFETY: these are the kernel's parameters; the plans were prepared for this device, their
+            // tables and buffers live in them, and this waits for the kernel.
+            unsafe {
+                launcher
+                    .kernel
+                    .launch_cooperative(&self.stream, &shape, &arguments)?;
+            }
+            launcher.wait(&self.stream, limit, || false)
+        });
+        launched.map_err(|error| first.device(error))?;
+        self.plans.iter().try_for_each(|plan| plan.check())
     }
 }

@@ -33,7 +33,7 @@ pub struct RawBuffers {
 }
 
 impl RawBuffers {
-    fn launch(&self) -> Launch {
+    pub(crate) fn launch(&self) -> Launch {
         let Self {
             input,
             output,
@@ -160,7 +160,7 @@ impl Prepared {
     }
 
     /// Whether no launch has failed.
-    fn check_whole(&self) -> Result<(), ExecutorError> {
+    pub(crate) fn check_whole(&self) -> Result<(), ExecutorError> {
         if self.poisoned.load(Ordering::Relaxed) {
             let (plan, rank) = (self.name.clone(), self.program.rank);
             return Err(ExecutorError::Poisoned { plan, rank });
@@ -178,7 +178,7 @@ impl Prepared {
         guard: &Guard<'_>,
     ) -> Result<(), ExecutorError> {
         let stream = launcher.stream();
-        let failed = || self.endpoint.group().liveness().stopped();
+        let failed = || self.endpoint.group().liveness().stopped() || guard.finds_other_size();
         // SAFETY: the caller's promise.
         unsafe { launcher.launch(stream, &self.program, launch, limit) }
             .and_then(|()| launcher.wait(stream, limit, failed))
@@ -189,7 +189,7 @@ impl Prepared {
         }
     }
 
-    fn device(&self, error: CudaError) -> ExecutorError {
+    pub(crate) fn device(&self, error: CudaError) -> ExecutorError {
         ExecutorError::Device {
             plan: self.name.clone(),
             rank: self.program.rank,

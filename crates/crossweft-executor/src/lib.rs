@@ -17,6 +17,7 @@ mod tables;
 mod turn;
 
 pub use crossweft_hal::cpu::{Schedule, Stream};
+pub use cuda::{Recorded, Together};
 pub use error::ExecutorError;
 pub use launch::RawBuffers;
 pub use prepared::{Buffers, Options, Prepared};

@@ -324,6 +324,18 @@ impl Prepared {
         bytes: u64,
         limit: Duration,
     ) -> Result<(), ExecutorError> {
+        let buffers = self.registered_buffers(input_offset, output_offset, bytes)?;
+        self.launch_registered(&buffers, limit)
+    }
+
+    /// The addresses of messages in registered memory, after the checks that
+    /// [`run_registered`](Self::run_registered) makes.
+    pub(crate) fn registered_buffers(
+        &self,
+        input_offset: u64,
+        output_offset: u64,
+        bytes: u64,
+    ) -> Result<RawBuffers, ExecutorError> {
         let Buffers::Registered { input, output } = &self.options.buffers else {
             return Err(self.usage("it was prepared for private buffers".to_owned()));
         };
@@ -356,14 +368,14 @@ impl Prepared {
         } else {
             (0, 0)
         };
-        let buffers = RawBuffers {
+        self.check_bytes(bytes)?;
+        Ok(RawBuffers {
             input: input.local().addr() + input_offset + own_input,
             output: output.local().addr() + output_offset + own_output,
             input_offset,
             output_offset,
             bytes,
-        };
-        self.launch_registered(&buffers, limit)
+        })
     }
 
     /// Runs the plan on messages of `bytes` bytes in private memory of this rank's device, on the

@@ -185,6 +185,8 @@ impl Bench<'_> {
         }
         let times = self.time(bytes)?;
         let (times, wrong) = self.gather(&times, wrong)?;
+        let graph = self.time_in_graph(bytes)?;
+        let (graph, _) = self.gather(&graph, 0)?;
         let algorithm = self.all_reduce.explain(bytes).algorithm.name();
         let world_size = self.communicator.world_size();
         Ok(Row::new(
@@ -193,8 +195,34 @@ impl Bench<'_> {
             bytes,
             algorithm,
             times,
+            graph,
             wrong,
         ))
+    }
+
+    /// The device's time of a call among many that were recorded into a graph, for each replay, in
+    /// microseconds; nothing on a CPU, or in private memory.
+    fn time_in_graph(&self, bytes: u64) -> Result<Vec<f64>, CollectiveError> {
+        const REPLAYS: usize = 11;
+        if matches!(self.communicator.device(), hal::Device::Cpu)
+            || !matches!(self.memory, Memory::Symmetric { .. })
+            || bytes == 0
+        {
+            return Ok(Vec::new());
+        }
+        let calls = if bytes < 1 << 20 { 100 } else { 20 };
+        let recorded = self.all_reduce.record_symmetric(0, 0, bytes, calls)?;
+        let limit = self.communicator.timeout();
+        let mut times = Vec::new();
+        for replay in 0..=REPLAYS {
+            self.line_up()?;
+            recorded.start(limit)?;
+            let time = recorded.finish(limit)?;
+            if replay > 0 {
+                times.push(time.as_secs_f64() * 1e6);
+            }
+        }
+        Ok(times)
     }
 
     fn input(&self, pattern: Pattern, bytes: u64) -> Vec<u8> {

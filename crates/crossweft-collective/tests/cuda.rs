@@ -1,0 +1,447 @@
+//! Collectives on a CUDA device, ranks sharing it: the same bits as on the CPU, graphs, faults. Every test
+//! says so and does nothing where there is no device. Run with `CUDA_DEVICE_MAX_CONNECTIONS=32`.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use crossweft_collective::{
+    Algorithm, AllReduceOptions, CollectiveError, Communicator, CommunicatorOptions, DataType,
+    ReduceOp, run_in_threads, run_in_threads_on,
+};
+use crossweft_executor::{Buffers, Options, Prepared, Together};
+use crossweft_hal::cuda::{Context, Driver};
+use crossweft_hal::{Device, Memory};
+use crossweft_verify::{Pattern, fill};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The first device, or a line that says why not.
+fn device() -> Option<Device> {
+    let found = Driver::open().and_then(|driver| driver.device(0));
+    match found.and_then(|device| Context::retain(&device)) {
+        Ok(context) => Some(Device::Cuda(context)),
+        Err(error) => {
+            println!("skipped: {error}");
+            None
+        }
+    }
+}
+
+macro_rules! device {
+    () => {
+        match device() {
+            Some(device) => device,
+            None => return,
+        }
+    };
+}
+
+fn options(seconds: u64) -> CommunicatorOptions {
+    CommunicatorOptions {
+        timeout: Duration::from_secs(seconds),
+    }
+}
+
+fn on<T: Send>(
+    device: &Device,
+    ranks: u32,
+    rank_main: impl Fn(&Communicator) -> Result<T, CollectiveError> + Sync,
+) -> Vec<T> {
+    run_in_threads_on(|_| Ok(device.clone()), ranks, options(20), rank_main).unwrap()
+}
+
+/// Odd, around packet words, vectors and chunks, and large enough for every thread of several blocks.
+const COUNTS: [usize; 9] = [1, 2, 3, 17, 63, 513, 1025, 4099, 40_001];
+
+/// The results of one rank: all counts, patterns, in place and not, one behind another.
+fn results(
+    communicator: &Communicator,
+    algorithm: Algorithm,
+    (dtype, op): (DataType, ReduceOp),
+    blocks: u32,
+    counts: &[usize],
+) -> Result<Vec<u8>, CollectiveError> {
+    let (rank, world_size) = (communicator.rank(), communicator.world_size());
+    let size = dtype.size();
+    let max = (counts.iter().max().unwrap() + 1) * size;
+    let (input, output) = (
+        communicator.allocate(max as u64)?,
+        communicator.allocate(max as u64 + 64)?,
+    );
+    let options = AllReduceOptions::new(dtype, op, max as u64)
+        .algorithm(algorithm)
+        .blocks(blocks, crossweft_collective::Schedule::default());
+    let out_of_place = communicator.all_reduce(options.clone().symmetric(&input, &output))?;
+    let in_place = communicator.all_reduce(options.symmetric(&input, &input))?;
+    let mut all = Vec::new();
+    for (turn, &count) in counts.iter().enumerate() {
+        for pattern in [Pattern::Exact, Pattern::Random] {
+            let bytes = count * size;
+            let mut data = vec![0; bytes];
+            let seed = 7 + turn as u64;
+            fill(pattern, dtype, op, seed, rank, world_size, &mut data);
+            // Aligned to an element and no more.
+            let shift = size as u64;
+            input.write(shift, &data)?;
+            output.write(0, &vec![0xa5; bytes + 2 * size])?;
+            communicator.barrier()?;
+            out_of_place.run_symmetric(shift, shift, bytes as u64)?;
+            let mut padded = vec![0; bytes + 2 * size];
+            output.read(0, &mut padded)?;
+            let result = &padded[size..size + bytes];
+            assert!(padded[..size].iter().all(|&b| b == 0xa5), "wrote before");
+            assert!(
+                padded[size + bytes..].iter().all(|&b| b == 0xa5),
+                "wrote behind"
+            );
+            let mut here = vec![0; bytes];
+            input.read(shift, &mut here)?;
+            assert_eq!(here, data, "the input changed");
+            communicator.barrier()?;
+            in_place.run_symmetric(shift, shift, bytes as u64)?;
+            input.read(shift, &mut here)?;
+            assert_eq!(here, result, "in place gives other bits");
+            communicator.barrier()?;
+            all.extend_from_slice(result);
+        }
+    }
+    Ok(all)
+}
+
+const ALGORITHMS: [Algorithm; 4] = [
+    Algorithm::OneShot,
+    Algorithm::TwoShot,
+    Algorithm::TwoShotStaged,
+    Algorithm::Ring,
+];
+
+/// The device's bits against the CPU's, on every rank.
+fn same_bits(device: &Device, ranks: u32, types: &[DataType], blocks: u32, counts: &[usize]) {
+    for &dtype in types {
+        for op in ReduceOp::ALL {
+            for algorithm in ALGORITHMS {
+                let rank_main = |communicator: &Communicator| {
+                    results(communicator, algorithm, (dtype, op), blocks, counts)
+                };
+                let cpu = run_in_threads(ranks, options(60), rank_main).unwrap();
+                let gpu = on(device, ranks, rank_main);
+                for (rank, (cpu, gpu)) in cpu.iter().zip(&gpu).enumerate() {
+                    let differ = cpu.iter().zip(gpu).position(|(a, b)| a != b);
+                    assert_eq!(
+                        differ, None,
+                        "{algorithm} {dtype} {op}, rank {rank} of {ranks}, {blocks} blocks"
+                    );
+                    assert_eq!(cpu.len(), gpu.len());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn two_ranks_every_type_and_operation_have_the_cpu_s_bits() {
+    let device = device!();
+    same_bits(&device, 2, &DataType::ALL, 3, &COUNTS[..8]);
+}
+
+#[test]
+fn four_and_eight_ranks_have_the_cpu_s_bits() {
+    let device = device!();
+    let types = [DataType::F32, DataType::F16, DataType::Bf16, DataType::I32];
+    same_bits(&device, 4, &types, 4, &COUNTS);
+    same_bits(&device, 8, &types, 2, &COUNTS[4..]);
+}
+
+/// An all-reduce of whole numbers, whose result after `n` calls in place is known.
+fn doubling(
+    communicator: &Communicator,
+    bytes: u64,
+    algorithm: Algorithm,
+    blocks: u32,
+) -> Result<
+    (
+        crossweft_collective::AllReduce,
+        crossweft_collective::SymmetricBuffer,
+    ),
+    CollectiveError,
+> {
+    let buffer = communicator.allocate(bytes)?;
+    let options = AllReduceOptions::new(DataType::U32, ReduceOp::Sum, bytes)
+        .symmetric(&buffer, &buffer)
+        .algorithm(algorithm)
+        .blocks(blocks, crossweft_collective::Schedule::default());
+    Ok((communicator.all_reduce(options)?, buffer))
+}
+
+#[test]
+fn a_thousand_replays_of_two_communicators_on_two_streams() {
+    let device = device!();
+    let second = on(&device, 2, |_| Ok(()));
+    drop(second);
+    on(&device, 2, |first| {
+        // Two prepared all-reduces, each with its own stream, graph and epochs.
+        let (small, small_buffer) = doubling(first, 4096, Algorithm::OneShot, 2)?;
+        let (large, large_buffer) = doubling(first, 1 << 20, Algorithm::TwoShot, 8)?;
+        let (small_graph, large_graph) = (
+            small.record_symmetric(0, 0, 4096, 9)?,
+            large.record_symmetric(0, 0, 1 << 20, 9)?,
+        );
+        for buffer in [&small_buffer, &large_buffer] {
+            buffer.write(0, &[1_u32.to_le_bytes(); 1024].concat())?;
+        }
+        first.barrier()?;
+        for _ in 0..100 {
+            // Back to back: each replay is one call and nine recorded ones.
+            small_graph.start(LIMIT)?;
+            large_graph.start(LIMIT)?;
+        }
+        small_graph.finish(LIMIT)?;
+        large_graph.finish(LIMIT)?;
+        first.barrier()?;
+        // 2^1000 in 32 bits; three ranks would make it a number one can tell.
+        for buffer in [&small_buffer, &large_buffer] {
+            let mut word = [1; 4];
+            buffer.read(0, &mut word)?;
+            assert_eq!(u32::from_le_bytes(word), 0);
+        }
+        Ok(())
+    });
+    // With 3 ranks: 3^1000 modulo 2^32.
+    let expected = (0..1000).fold(1_u32, |x, _| x.wrapping_mul(3));
+    on(&device, 3, |communicator| {
+        let (all_reduce, buffer) = doubling(communicator, 4096, Algorithm::OneShot, 4)?;
+        let graph = all_reduce.record_symmetric(0, 0, 4096, 9)?;
+        buffer.write(0, &[1_u32.to_le_bytes(); 1024].concat())?;
+        communicator.barrier()?;
+        for _ in 0..100 {
+            graph.start(LIMIT)?;
+        }
+        let time = graph.finish(LIMIT)?;
+        let mut words = vec![0; 4096];
+        buffer.read(0, &mut words)?;
+        for word in words.chunks_exact(4) {
+            assert_eq!(u32::from_le_bytes(word.try_into().unwrap()), expected);
+        }
+        if communicator.rank() == 0 {
+            println!("3 ranks on one device, 4 KiB: {time:?} a call");
+        }
+        communicator.barrier()
+    });
+}
+
+#[test]
+fn a_rank_that_never_launches_is_named_and_a_fresh_communicator_works() {
+    let device = device!();
+    for algorithm in [Algorithm::OneShot, Algorithm::TwoShot] {
+        let started = Instant::now();
+        let errors = run_in_threads_on(
+            |_| Ok(device.clone()),
+            3,
+            options(2),
+            |communicator| {
+                let (all_reduce, _buffer) = doubling(communicator, 4096, algorithm, 2)?;
+                all_reduce.run_symmetric(0, 0, 4096)?;
+                if communicator.rank() == 1 {
+                    std::thread::sleep(Duration::from_secs(4));
+                    return Ok(String::new());
+                }
+                let error = all_reduce.run_symmetric(0, 0, 4096).unwrap_err();
+                assert!(error.is_lost_peer_or_timeout());
+                let again = all_reduce
+                    .run_symmetric(0, 0, 4096)
+                    .unwrap_err()
+                    .to_string();
+                assert!(again.contains("earlier launch failed"), "{again}");
+                Ok(error.to_string())
+            },
+        )
+        .unwrap();
+        for rank in [0, 2] {
+            let text = &errors[rank];
+            for words in [
+                &format!("rank {rank}, plan `{algorithm}`"),
+                "op ",
+                "rank 1",
+                "expected 2, seen 1",
+                "deadline of 2s",
+            ] {
+                // Rank 2 may have waited for rank 0, which waits for rank 1.
+                let other = words == "rank 1" || words.starts_with("expected");
+                assert!(text.contains(words) || other, "`{text}` lacks `{words}`");
+            }
+        }
+        println!("{}", errors[0]);
+        assert!(started.elapsed() < Duration::from_secs(30));
+        // The same process, the same device.
+        on(&device, 3, |communicator| {
+            let (all_reduce, buffer) = doubling(communicator, 64, algorithm, 1)?;
+            buffer.write(0, &[5, 0, 0, 0])?;
+            communicator.barrier()?;
+            all_reduce.run_symmetric(0, 0, 64)?;
+            let mut word = [0; 4];
+            buffer.read(0, &mut word)?;
+            assert_eq!(word, [15, 0, 0, 0]);
+            communicator.barrier()
+        });
+    }
+}
+
+#[test]
+fn another_size_and_an_abort_end_kernels_with_their_cause() {
+    let device = device!();
+    for algorithm in [Algorithm::OneShot, Algorithm::TwoShot] {
+        let errors = on(&device, 2, |communicator| {
+            let (all_reduce, _buffer) = doubling(communicator, 4096, algorithm, 2)?;
+            let bytes = if communicator.rank() == 0 { 1024 } else { 2048 };
+            Ok(all_reduce
+                .run_symmetric(0, 0, bytes)
+                .unwrap_err()
+                .to_string())
+        });
+        for (rank, text) in errors.iter().enumerate() {
+            println!("{text}");
+            assert!(text.contains(&format!("rank {rank}, plan")), "{text}");
+            assert!(text.contains("different calls"), "{text}");
+            assert!(
+                text.contains("1024 bytes") && text.contains("2048 bytes"),
+                "{text}"
+            );
+        }
+    }
+    let started = Instant::now();
+    let errors = run_in_threads_on(
+        |_| Ok(device.clone()),
+        2,
+        options(60),
+        |communicator| {
+            let (all_reduce, _buffer) = doubling(communicator, 4096, Algorithm::OneShot, 2)?;
+            if communicator.rank() == 1 {
+                std::thread::sleep(Duration::from_millis(300));
+                communicator.abort("enough");
+                return Ok(String::new());
+            }
+            Ok(all_reduce
+                .run_symmetric(0, 0, 4096)
+                .unwrap_err()
+                .to_string())
+        },
+    )
+    .unwrap();
+    assert!(
+        errors[0].contains("rank 1 aborted") && errors[0].contains("enough"),
+        "{}",
+        errors[0]
+    );
+    assert!(started.elapsed() < Duration::from_secs(30));
+}
+
+#[test]
+fn private_memory_and_host_memory() {
+    let device = device!();
+    on(&device, 2, |communicator| {
+        let options = AllReduceOptions::new(DataType::F32, ReduceOp::Sum, 1 << 20);
+        let all_reduce = communicator.all_reduce(options)?;
+        let refused = all_reduce
+            .run_in_place(&mut [0; 8])
+            .unwrap_err()
+            .to_string();
+        assert!(refused.contains("host memory"), "{refused}");
+        let memory = communicator.device().allocate(1 << 20)?;
+        for bytes in [8_u64, 4096, 100_000, 1 << 20] {
+            let ones = 1.5_f32.to_le_bytes().repeat(bytes as usize / 4);
+            memory.write(0, &ones)?;
+            all_reduce.run_at((&memory, 0), (&memory, 0), bytes)?;
+            let mut seen = vec![0; bytes as usize];
+            memory.read(0, &mut seen)?;
+            assert!(
+                seen == 3_f32.to_le_bytes().repeat(bytes as usize / 4),
+                "{bytes} bytes"
+            );
+        }
+        communicator.barrier()
+    });
+}
+
+/// Ranks of one device in one grid: what sanitizers run.
+#[test]
+fn together_in_one_cooperative_grid() {
+    let device = device!();
+    for (ranks, algorithm, blocks) in [
+        (2, Algorithm::OneShot, 2),
+        (4, Algorithm::TwoShot, 2),
+        (3, Algorithm::TwoShotStaged, 3),
+        (2, Algorithm::Ring, 1),
+    ] {
+        let bytes = 2056_u64;
+        let made: Vec<(Arc<Prepared>, Arc<crossweft_channel::RegisteredMemory>)> =
+            on(&device, ranks, |communicator| {
+                let buffer = communicator.allocate(bytes)?;
+                let data = (communicator.rank() + 1)
+                    .to_le_bytes()
+                    .repeat(bytes as usize / 4);
+                buffer.write(0, &data)?;
+                let mut options = Options::new(DataType::U32, ReduceOp::Sum, bytes);
+                options.buffers = Buffers::Registered {
+                    input: buffer.registered(),
+                    output: buffer.registered(),
+                };
+                let plan = algorithm.plan(ranks, blocks)?;
+                let deadline = Instant::now() + LIMIT;
+                let endpoint = communicator.endpoint();
+                let prepared = Prepared::prepare(endpoint, &plan, options, deadline)?;
+                Ok((prepared, buffer.registered()))
+            });
+        let plans = made.iter().map(|(plan, _)| Arc::clone(plan)).collect();
+        let together = Together::new(plans).unwrap();
+        let mut expected: u32 = (1..=ranks).sum();
+        for _ in 0..3 {
+            together.run_registered(0, 0, bytes, LIMIT).unwrap();
+            for (_, memory) in &made {
+                let mut seen = vec![0; bytes as usize];
+                memory.local().read(0, &mut seen).unwrap();
+                assert!(
+                    seen == expected.to_le_bytes().repeat(bytes as usize / 4),
+                    "{algorithm}"
+                );
+            }
+            expected *= ranks;
+        }
+    }
+}
+
+#[test]
+fn a_plan_that_cannot_be_resident_is_refused_on_every_rank() {
+    let device = device!();
+    let refused = AtomicU32::new(0);
+    on(&device, 2, |communicator| {
+        let options = AllReduceOptions::new(DataType::F32, ReduceOp::Sum, 64)
+            .algorithm(Algorithm::OneShot)
+            .blocks(4000, crossweft_collective::Schedule::default());
+        let error = communicator.all_reduce(options).unwrap_err().to_string();
+        assert!(error.contains("thread blocks a rank"), "{error}");
+        refused.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    });
+    assert_eq!(refused.load(Ordering::Relaxed), 2);
+}
+
+/// Not asserted, printed: what a call costs the host, and how long it takes to load the kernels.
+#[test]
+fn what_calls_cost() {
+    let device = device!();
+    for turn in ["first", "second"] {
+        let started = Instant::now();
+        on(&device, 1, |communicator| {
+            let options = AllReduceOptions::new(DataType::I64, ReduceOp::Sum, 64);
+            communicator.all_reduce(options).map(drop)
+        });
+        println!(
+            "{turn} communicator and all-reduce of one rank: {:?}",
+            started.elapsed()
+        );
+    }
+    let memory: Memory = device.allocate(64).unwrap();
+    drop(memory);
+}
