@@ -6,7 +6,9 @@ use crossweft_device::gpu::nvptx::{barrier_max, block_x, block_y, thread, thread
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::gpu::{GpuReducer, PlanLaunch};
 
-use crate::shared;
+use crossweft_device::program::{BlockOps, Op, Operand, Program, SPACES};
+
+use crate::shared::{self, STAGE_BYTES};
 
 /// Words of a [`PlanLaunch`].
 const WORDS: u32 = (size_of::<PlanLaunch>() / 8) as u32;
@@ -40,7 +42,9 @@ unsafe fn run<E: GpuElement>(plans: *const PlanLaunch, parameter: impl Fn(u32) -
         i += threads();
     }
     let _ = barrier_max(0);
-    // SAFETY: it was written, and is only read from now on; the rest is the caller's promise.
+    // SAFETY: it was written; the rest is the caller's promise.
+    unsafe { stage(here.cast::<PlanLaunch>()) };
+    // SAFETY: it is only read from now on; the rest is the caller's promise.
     unsafe {
         let plan = &*here.cast::<PlanLaunch>();
         let (program, index) = (&plan.program, block_x());
@@ -52,6 +56,88 @@ unsafe fn run<E: GpuElement>(plans: *const PlanLaunch, parameter: impl Fn(u32) -
         let reducer = GpuReducer::<E, _>::new(plan.op, shared::table());
         // The record in the host's memory says what went wrong.
         let _ = run_block(&block, &reducer, program, &plan.launch, index);
+    }
+}
+
+/// Brings this block's operations, with what they use of the other tables, into shared memory, if there
+/// is room, and re-aims the program at them. Each table is an access of its own to far memory, and each
+/// entry another; here the threads take them all at once.
+///
+/// # Safety
+/// `plan` must lie in shared memory and be whole; all threads of the block call this.
+#[inline(always)]
+unsafe fn stage(plan: *mut PlanLaunch) {
+    // SAFETY: the plan's tables are the caller's promise; the stage is this block's.
+    unsafe {
+        let program = &raw mut (*plan).program;
+        let Program {
+            blocks,
+            ops,
+            operands,
+            links,
+            bases,
+            ranks,
+            block_count,
+            ..
+        } = program.read();
+        let index = block_x();
+        if index >= block_count {
+            return;
+        }
+        let own = (blocks as *const BlockOps).add(index as usize).read();
+        let here = shared::stage();
+        let op_words = own.count * (size_of::<Op>() / 8) as u32;
+        let operand_words = own.operands * (size_of::<Operand>() / 8) as u32;
+        let base_words = ranks * SPACES as u32;
+        // Pairs of links, the last of which may be none.
+        let link_words = own.links.div_ceil(2);
+        let (to_operands, to_bases) = (op_words, op_words + operand_words);
+        let to_links = to_bases + base_words;
+        if u64::from(to_links + link_words) * 8 > STAGE_BYTES as u64 {
+            return;
+        }
+        let at = |word: u32| here + u64::from(word) * 8;
+        let first_op = ops + u64::from(own.first) * size_of::<Op>() as u64;
+        let first_operand = operands + u64::from(own.first_operand) * size_of::<Operand>() as u64;
+        bring(at(0), first_op, op_words);
+        bring(at(to_operands), first_operand, operand_words);
+        bring(at(to_bases), bases, base_words);
+        let mut i = thread();
+        while i < own.links {
+            let link = (links as *const u32).add((own.first_link + i) as usize).read();
+            (at(to_links) as *mut u32).add(i as usize).write(link);
+            i += threads();
+        }
+        // Where the tables would begin, of which only this part is here.
+        let begin = |here: u64, first: u32, size: usize| {
+            here.wrapping_sub(u64::from(first) * size as u64)
+        };
+        let _ = barrier_max(0);
+        if thread() == 0 {
+            (&raw mut (*program).ops).write(begin(at(0), own.first, size_of::<Op>()));
+            let operands = begin(at(to_operands), own.first_operand, size_of::<Operand>());
+            (&raw mut (*program).operands).write(operands);
+            (&raw mut (*program).bases).write(at(to_bases));
+            (&raw mut (*program).links).write(begin(at(to_links), own.first_link, 4));
+        }
+        let _ = barrier_max(0);
+    }
+}
+
+/// Block: copies `words` words.
+///
+/// # Safety
+/// Both ranges must be valid and 8-byte aligned.
+#[inline(always)]
+unsafe fn bring(to: u64, from: u64, words: u32) {
+    let mut i = thread();
+    while i < words {
+        // SAFETY: word `i` lies in both.
+        unsafe {
+            let word = (from as *const u64).add(i as usize).read();
+            (to as *mut u64).add(i as usize).write(word);
+        }
+        i += threads();
     }
 }
 

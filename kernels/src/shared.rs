@@ -8,10 +8,12 @@ use crossweft_device::gpu::{PlanLaunch, TABLE_BYTES};
 global_asm!(
     ".shared .align 16 .b8 crossweft_table[{table}];",
     ".shared .align 16 .b8 crossweft_plan[{plan}];",
+    ".shared .align 16 .b8 crossweft_stage[{stage}];",
     ".shared .align 16 .b8 crossweft_state[{state}];",
     table = const TABLE_BYTES,
     state = const size_of::<BlockState>(),
     plan = const size_of::<PlanLaunch>(),
+    stage = const STAGE_BYTES,
 );
 
 macro_rules! addresses {
@@ -43,9 +45,15 @@ addresses! {
     /// A [`PlanLaunch`].
     #[cfg_attr(module = "bench", allow(dead_code))]
     plan, "crossweft_plan";
+    /// A block's part of a plan's tables: [`STAGE_BYTES`] bytes.
+    #[cfg_attr(module = "bench", allow(dead_code))]
+    stage, "crossweft_stage";
     /// A [`BlockState`].
     state, "crossweft_state";
 }
+
+/// Enough for some ten operations between eight ranks.
+pub(crate) const STAGE_BYTES: usize = 4096;
 
 /// This crate's shared memory.
 #[derive(Clone, Copy)]

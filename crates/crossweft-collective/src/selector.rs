@@ -39,6 +39,9 @@ const GPU_ONE_SHOT_MAX: u64 = 512 << 10;
 const PACKETS_A_BLOCK: u64 = 4 << 10;
 /// Thread blocks that saturate a link, and are still few beside those of what runs at the same time.
 const GPU_BLOCKS: u32 = 32;
+/// Where it pays to take nearly all multiprocessors, and how many blocks that are.
+const GPU_MEDIUM_MAX: u64 = 2 << 20;
+const GPU_MOST_BLOCKS: u32 = 128;
 /// Scratch memory is bounded: staged messages go through it in pieces.
 const PIECE: u64 = 4 << 20;
 
@@ -128,13 +131,23 @@ impl Selector {
                     "private buffers: each rank reduces its share through scratch memory",
                 ),
             };
+            let medium = max_bytes.min(GPU_MEDIUM_MAX);
             choices.push(Choice {
                 algorithm,
-                up_to: max_bytes,
-                piece,
+                up_to: medium,
+                piece: piece.min(medium),
                 blocks: GPU_BLOCKS,
                 reason,
             });
+            if max_bytes > medium {
+                choices.push(Choice {
+                    algorithm,
+                    up_to: max_bytes,
+                    piece,
+                    blocks: GPU_MOST_BLOCKS,
+                    reason,
+                });
+            }
         }
         Self { choices }
     }

@@ -40,6 +40,12 @@ pub trait Block {
     /// waiting for. Only a hint; a sleeping waiter also looks again by itself.
     fn wake(&self, peer: u32);
 
+    /// `x`, of which a compiler must not conclude which threads it holds on: barriers that follow stay
+    /// one place for all of them.
+    fn opaque(&self, x: bool) -> bool {
+        x
+    }
+
     /// Called between operations, so that a scheduler can interleave blocks at will.
     fn checkpoint(&self) {}
 }

@@ -603,20 +603,29 @@ impl<B: Block> Execution<'_, B> {
         let (memory, program) = (self.block.memory(), self.program);
         let left = program.counters + COUNTER_STRIDE;
         let blocks = u64::from(program.block_count);
+        let scrubs = packet::is_scrub_epoch(self.epoch);
         // A block alone need not count. Counting is a locked instruction on some machines: it would
         // wait here until all that was sent has reached the peers.
         let is_last = self.block.thread() == 0
             // SAFETY: the program is prepared.
-            && (blocks == 1 || unsafe { memory.fetch_add(left, 1) } + 1 == blocks);
-        if packet::is_scrub_epoch(self.epoch) {
+            && (blocks == 1 || blocks == 1 + unsafe {
+                match scrubs {
+                    // What the others read must not be cleared before.
+                    true => memory.fetch_add(left, 1),
+                    false => memory.fetch_add_local(left, 1),
+                }
+            });
+        let is_last = self.block.opaque(is_last);
+        if scrubs {
             // SAFETY: the caller's promise.
             unsafe { scrub(self.block, program, self.epoch, is_last, index)? };
         }
         if is_last {
             // SAFETY: the program is prepared, and the last block is alone with its rank's counters.
+            // Relaxed, for whoever launches next does so after this launch has ended.
             unsafe {
                 memory.store(left, 0);
-                memory.store_release(program.counters, self.epoch + 1);
+                memory.store(program.counters, self.epoch + 1);
             }
         }
         Ok(())

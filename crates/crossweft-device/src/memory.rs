@@ -73,6 +73,15 @@ pub trait Memory {
     /// `addr` must be valid and 8-byte aligned.
     unsafe fn fetch_add(&self, addr: u64, value: u64) -> u64;
 
+    /// Relaxed addition to a word that only this rank's thread blocks touch; returns the value before.
+    ///
+    /// # Safety
+    /// `addr` must be valid and 8-byte aligned.
+    unsafe fn fetch_add_local(&self, addr: u64, value: u64) -> u64 {
+        // SAFETY: the caller's promise.
+        unsafe { self.fetch_add(addr, value) }
+    }
+
     /// Acquire-release fence.
     fn fence(&self);
 

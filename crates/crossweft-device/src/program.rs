@@ -125,14 +125,23 @@ pub struct Operand {
     pub peer: u32,
 }
 
-/// The operations of one thread block.
+/// The operations of one thread block, and which part of the other tables they use, so that a GPU can
+/// bring all of it close at once.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct BlockOps {
     /// First entry in the operations.
     pub first: u32,
     /// Number of operations.
     pub count: u32,
+    /// First entry in the operands.
+    pub first_operand: u32,
+    /// Number of operands.
+    pub operands: u32,
+    /// First entry in the links.
+    pub first_link: u32,
+    /// Number of links.
+    pub links: u32,
 }
 
 /// Bytes between counters that different threads write.

@@ -176,6 +176,7 @@ fn tables(plan: &Plan, rank: u32, ranks: &mut [Rank], chunks: u32, element: u32)
         blocks.push(BlockOps {
             first: ops.len() as u32,
             count: block.len() as u32,
+            ..BlockOps::default()
         });
         ops.extend(block.iter().copied());
     }

@@ -835,6 +835,7 @@ fn buffer(memory: &LoomMemory, rank: u64) -> u64 {
 }
 
 /// Bytes of an operation and of an operand in their tables.
+const BLOCK_BYTES: u64 = size_of::<BlockOps>() as u64;
 const OP_BYTES: u64 = size_of::<Op>() as u64;
 const OPERAND_BYTES: u64 = size_of::<Operand>() as u64;
 
@@ -846,13 +847,13 @@ fn one_shot(memory: &LoomMemory, rank: u32, epoch: u64) -> Program {
     let packets = |rank: u32| counters(rank) + 2 * COUNTER_STRIDE;
     let program = Program {
         blocks: tables,
-        ops: tables + 8,
-        operands: tables + 8 + 2 * OP_BYTES,
+        ops: tables + BLOCK_BYTES,
+        operands: tables + BLOCK_BYTES + 2 * OP_BYTES,
         links: 0,
         semaphores: 0,
         ports: 0,
         memories: 0,
-        bases: tables + 8 + 2 * OP_BYTES + 5 * OPERAND_BYTES,
+        bases: tables + BLOCK_BYTES + 2 * OP_BYTES + 5 * OPERAND_BYTES,
         counters: counters(rank),
         scratch_half: 0,
         packets_half: 64,
@@ -897,7 +898,14 @@ fn one_shot(memory: &LoomMemory, rank: u32, epoch: u64) -> Program {
     let ops = [op(OpKind::Move, 0, 1), op(OpKind::Reduce, 2, 2)];
     // SAFETY: the tables lie in this rank's part of the arena.
     unsafe {
-        memory.write(program.blocks, BlockOps { first: 0, count: 2 });
+        memory.write(
+            program.blocks,
+            BlockOps {
+                first: 0,
+                count: 2,
+                ..BlockOps::default()
+            },
+        );
         for (i, op) in ops.into_iter().enumerate() {
             memory.write(program.ops + (i * size_of::<Op>()) as u64, op);
         }
@@ -977,13 +985,13 @@ fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
         let tables = memory.plain(0);
         let program = Program {
             blocks: tables,
-            ops: tables + 16,
-            operands: tables + 16 + 6 * OP_BYTES,
+            ops: tables + 2 * BLOCK_BYTES,
+            operands: tables + 2 * BLOCK_BYTES + 6 * OP_BYTES,
             links: 0,
             semaphores: 0,
             ports: 0,
             memories: 0,
-            bases: tables + 16 + 6 * OP_BYTES + 8 * OPERAND_BYTES,
+            bases: tables + 2 * BLOCK_BYTES + 6 * OP_BYTES + 8 * OPERAND_BYTES,
             counters: memory.atomic(0),
             scratch_half: 0,
             packets_half: 0,
@@ -994,14 +1002,18 @@ fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
             chunks: 1,
             element: 4,
         };
-        let [input, output, scratch] = [80, 84, 88].map(|i| memory.plain(i));
+        let [input, output, scratch] = [90, 94, 98].map(|i| memory.plain(i));
         // SAFETY: the tables lie in the arena.
         unsafe {
             for block in 0..2 {
                 let first = block * 3;
                 memory.write(
-                    program.blocks + u64::from(block) * 8,
-                    BlockOps { first, count: 3 },
+                    program.blocks + u64::from(block) * BLOCK_BYTES,
+                    BlockOps {
+                        first,
+                        count: 3,
+                        ..BlockOps::default()
+                    },
                 );
                 let op = |kind, slice, first_operand, links| Op {
                     kind,

@@ -13,7 +13,9 @@ use crossweft_hal::cuda::{
     PinnedMemory, Shape, Stream,
 };
 use crossweft_hal::{Device, HalError, Memory};
-use crossweft_kernels::{GpuContext, MAX_THREADS, MIN_SM, PlanLaunch, plan_entry, plan_module};
+use crossweft_kernels::{
+    GpuContext, MAX_OPERANDS, MAX_THREADS, MIN_SM, PlanLaunch, plan_entry, plan_module,
+};
 
 use crate::ExecutorError;
 use crate::launch::RawBuffers;
@@ -39,6 +41,10 @@ pub(crate) enum Unfit {
     Residency {
         resident: u32,
     },
+    /// An operation has more operands than a kernel has room for.
+    Operands {
+        most: u32,
+    },
 }
 
 impl From<CudaError> for Unfit {
@@ -54,8 +60,12 @@ impl CudaLauncher {
         context: &Arc<Context>,
         (dtype, op): (DataType, ReduceOp),
         (blocks, sharers): (u32, u32),
+        operands: usize,
         threads: Option<u32>,
     ) -> Result<Self, Unfit> {
+        if operands > MAX_OPERANDS as usize {
+            return Err(Unfit::Operands { most: MAX_OPERANDS });
+        }
         let device = context.device().properties()?;
         let sm = device.compute.0 * 10 + device.compute.1;
         let incapable = || CudaError::Incapable {

@@ -78,6 +78,19 @@ pub enum ExecutorError {
         /// Blocks that it can hold.
         resident: u32,
     },
+    /// An operation has more operands than a kernel has room for.
+    #[error(
+        "plan `{plan}` has an operation with {operands} operands, kernels have room for {most}; split \
+         it, or use the CPU device"
+    )]
+    Operands {
+        /// The plan's name.
+        plan: String,
+        /// Operands of the operation.
+        operands: usize,
+        /// The most there may be.
+        most: u32,
+    },
     /// The device failed while a plan ran. The plan cannot be launched again.
     #[error("plan `{plan}` on rank {rank}: {source}")]
     Device {

@@ -94,23 +94,48 @@ fn machine(
             let most = plan.ranks.iter().map(|rank| rank.blocks.len()).max();
             let most = most.unwrap_or(0) as u32;
             let sharers = endpoint.sharers();
-            CudaLauncher::new(context, (dtype, op), (most, sharers), options.threads)
-                .map(|launcher| Machine::Cuda(Box::new(launcher)))
-                .map_err(|unfit| match unfit {
-                    Unfit::Hal(error) => hal(error),
-                    Unfit::Residency { resident } => ExecutorError::Residency {
-                        plan: plan.name.clone(),
-                        blocks: most,
-                        sharers,
-                        resident,
-                    },
-                })
+            let operands = most_operands(plan);
+            CudaLauncher::new(
+                context,
+                (dtype, op),
+                (most, sharers),
+                operands,
+                options.threads,
+            )
+            .map(|launcher| Machine::Cuda(Box::new(launcher)))
+            .map_err(|unfit| match unfit {
+                Unfit::Hal(error) => hal(error),
+                Unfit::Operands { most } => ExecutorError::Operands {
+                    plan: plan.name.clone(),
+                    operands,
+                    most,
+                },
+                Unfit::Residency { resident } => ExecutorError::Residency {
+                    plan: plan.name.clone(),
+                    blocks: most,
+                    sharers,
+                    resident,
+                },
+            })
         }
         _ => Ok(Machine::Cpu {
             grid: Grid::new(blocks, options.schedule).map_err(hal)?,
             reducer: reducer(dtype, op),
         }),
     }
+}
+
+/// The most operands that any reduction has.
+fn most_operands(plan: &Plan) -> usize {
+    let ops = plan.ranks.iter().flat_map(|r| r.blocks.iter().flatten());
+    ops.flat_map(crossweft_plan::Op::flatten)
+        .filter(|op| matches!(op, crossweft_plan::Op::Reduce { .. }))
+        .map(|op| {
+            let (from, to) = op.operands();
+            from.len() + to.len()
+        })
+        .max()
+        .unwrap_or(0)
 }
 
 /// A plan that is ready to be launched by this rank.

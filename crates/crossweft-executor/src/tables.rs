@@ -170,12 +170,18 @@ impl Tables {
         let mut blocks = Vec::new();
         for block in &program.blocks {
             let first = lowering.ops.len() as u32;
+            let first_operand = lowering.operands.len() as u32;
+            let first_link = lowering.links.len() as u32;
             for (index, op) in (0..).zip(block) {
                 lowering.op(program, index, op)?;
             }
             blocks.push(BlockOps {
                 first,
                 count: lowering.ops.len() as u32 - first,
+                first_operand,
+                operands: lowering.operands.len() as u32 - first_operand,
+                first_link,
+                links: lowering.links.len() as u32 - first_link,
             });
         }
         let Lowering {

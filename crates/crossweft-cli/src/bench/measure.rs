@@ -31,6 +31,7 @@ pub(crate) fn run(
     let memory = Memory::new(options, communicator, max)?;
     let mut prepare = AllReduceOptions::new(options.dtype, options.op, max);
     prepare.algorithm = options.algorithm;
+    prepare.blocks = options.blocks;
     if let Memory::Symmetric { input, output } = &memory {
         prepare = prepare.symmetric(input, output);
     }

@@ -46,6 +46,9 @@ pub(crate) struct AllReduce {
     /// Use one algorithm for every size instead of choosing by size.
     #[arg(long, value_parser = algorithm)]
     pub(crate) algorithm: Option<Algorithm>,
+    /// Thread blocks of each rank, instead of as many as the selector thinks fit.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) blocks: Option<u32>,
     /// Timed calls of each size; by default fewer for larger sizes.
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) iters: Option<u32>,

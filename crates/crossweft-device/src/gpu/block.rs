@@ -2,7 +2,7 @@
 
 use core::marker::PhantomData;
 
-use super::nvptx::{barrier_max, block_x, thread, threads, time_ns};
+use super::nvptx::{barrier_max, block_x, opaque, thread, threads, time_ns};
 use super::{GpuContext, StatusRecord};
 use crate::block::Block;
 use crate::memory::{Memory, Raw};
@@ -162,7 +162,8 @@ impl<S: Shared> Block for GpuBlock<S> {
             Ok(()) => 0,
             Err(stopped) => stopped as u32,
         };
-        match barrier_max(mine) {
+        // Threads that did not wait know that they bring no error.
+        match barrier_max(opaque(mine)) {
             0 => Ok(()),
             all => Err(stopped(all)),
         }
@@ -194,4 +195,9 @@ impl<S: Shared> Block for GpuBlock<S> {
 
     #[inline(always)]
     fn wake(&self, _peer: u32) {}
+
+    #[inline(always)]
+    fn opaque(&self, x: bool) -> bool {
+        opaque(x.into()) != 0
+    }
 }

@@ -100,6 +100,19 @@ impl Memory for Raw {
         before
     }
 
+    /// Without a fence: that would wait until everything this thread
+    /// has sent to peers has arrived there, about a microsecond.
+    #[inline(always)]
+    unsafe fn fetch_add_local(&self, addr: u64, value: u64) -> u64 {
+        let before;
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("atom.relaxed.sys.global.add.u64 {b}, [{a}], {v};", b = out(reg64) before,
+                v = in(reg64) value, a = in(reg64) addr, options(nostack, preserves_flags));
+        }
+        before
+    }
+
     #[inline(always)]
     fn fence(&self) {
         // SAFETY: a fence touches no memory.
@@ -129,6 +142,21 @@ impl Memory for Raw {
         // SAFETY: the caller's promise.
         unsafe { super::copy::copy_part(0, 1, dst, src, bytes) }
     }
+}
+
+/// `x`, of which the compiler knows nothing any more. Code behind a barrier that depends on what only
+/// some threads know would otherwise be doubled with the barrier in it, and the threads of a block
+/// would meet at different ones.
+#[inline(always)]
+#[must_use]
+pub fn opaque(x: u32) -> u32 {
+    let y;
+    // SAFETY: a copy.
+    unsafe {
+        asm!("mov.b32 {y}, {x};", y = out(reg32) y, x = in(reg32) x,
+            options(nomem, nostack, preserves_flags));
+    }
+    y
 }
 
 macro_rules! special {

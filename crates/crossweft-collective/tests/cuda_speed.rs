@@ -1,0 +1,293 @@
+//! What the executor costs beside a kernel written by hand, and other figures of one CUDA device: two
+//! virtual ranks on it, calls recorded into graphs. Prints; asserts nothing about time. Run with
+//! `CUDA_DEVICE_MAX_CONNECTIONS=32`, `--nocapture` and an optimised build.
+#![allow(clippy::unwrap_used, unsafe_code, reason = "tests")]
+
+use std::time::{Duration, Instant};
+
+use crossweft_collective::{
+    Algorithm, AllReduceOptions, CommunicatorOptions, DataType, ReduceOp, Schedule,
+    run_in_threads_on,
+};
+use crossweft_executor::{Buffers, Options, Prepared, RawBuffers};
+use crossweft_hal::Device;
+use crossweft_hal::cuda::{
+    Argument, Cache, CompileOptions, Context, Driver, Event, Kernel, Module, PinnedMemory, Shape,
+    Stream,
+};
+use crossweft_kernels::{GpuContext, OneShotLaunch, bench, bench_module};
+
+const LIMIT: Duration = Duration::from_secs(20);
+const CALLS: u32 = 100;
+const REPLAYS: usize = 11;
+
+fn context() -> Option<std::sync::Arc<Context>> {
+    match Driver::open().and_then(|driver| driver.device(0)) {
+        Ok(device) => Some(Context::retain(&device).unwrap()),
+        Err(error) => {
+            println!("skipped: {error}");
+            None
+        }
+    }
+}
+
+fn kernel(context: &std::sync::Arc<Context>, entry: &str) -> Kernel {
+    let module = bench_module(90).unwrap();
+    let cache = Cache::from_environment();
+    let options = CompileOptions::default();
+    let module = Module::load(context, module.name, module.ptx, &options, &cache).unwrap();
+    module.kernel(entry).unwrap()
+}
+
+fn median(mut times: Vec<f64>) -> (f64, f64) {
+    times.sort_by(f64::total_cmp);
+    (times[times.len() / 2], times[0])
+}
+
+/// Median and least time of a launch in microseconds, in a graph of many.
+fn in_graph(
+    stream: &Stream,
+    mut launch: impl FnMut(&Stream),
+    mut line_up: impl FnMut(),
+) -> (f64, f64) {
+    let context = stream.context();
+    let capture = stream.begin_capture().unwrap();
+    for _ in 0..CALLS {
+        launch(stream);
+    }
+    let graph = capture.end().unwrap().instantiate().unwrap();
+    let (start, end) = (
+        Event::with_timing(context).unwrap(),
+        Event::with_timing(context).unwrap(),
+    );
+    let mut times = Vec::new();
+    for replay in 0..=REPLAYS {
+        line_up();
+        launch(stream);
+        start.record(stream).unwrap();
+        // SAFETY: what was captured is kept by the caller.
+        unsafe { graph.launch(stream) }.unwrap();
+        end.record(stream).unwrap();
+        stream.synchronize(Instant::now() + LIMIT).unwrap();
+        if replay > 0 {
+            times.push(end.since(&start).unwrap().as_secs_f64() * 1e6 / f64::from(CALLS));
+        }
+    }
+    median(times)
+}
+
+#[test]
+fn the_executor_beside_a_one_shot_written_by_hand() {
+    let Some(context) = context() else { return };
+    for bytes in [1 << 10, 16 << 10, 64 << 10] {
+        for blocks in [1, 4, 16] {
+            let rows = run_in_threads_on(
+                |_| Ok(Device::Cuda(context.clone())),
+                2,
+                CommunicatorOptions { timeout: LIMIT },
+                |communicator| {
+                    let rank = communicator.rank();
+                    let stream = Stream::new(&context).unwrap();
+                    let line_up = || communicator.barrier().unwrap();
+                    let buffer = communicator.allocate(bytes)?;
+                    let output = communicator.allocate(bytes)?;
+
+                    let options = AllReduceOptions::new(DataType::Bf16, ReduceOp::Sum, bytes)
+                        .symmetric(&buffer, &output)
+                        .algorithm(Algorithm::OneShot)
+                        .blocks(blocks, Schedule::default());
+                    let all_reduce = communicator.all_reduce(options)?;
+                    all_reduce.run_symmetric(0, 0, bytes)?;
+                    let recorded = all_reduce.record_symmetric(0, 0, bytes, CALLS)?;
+                    let mut times = Vec::new();
+                    for replay in 0..=REPLAYS {
+                        line_up();
+                        recorded.start(LIMIT)?;
+                        let time = recorded.finish(LIMIT)?;
+                        if replay > 0 {
+                            times.push(time.as_secs_f64() * 1e6);
+                        }
+                    }
+                    let executor = median(times);
+
+                    let packets = communicator.allocate(8 * bytes)?;
+                    let memory = packets.registered();
+                    let bases = [memory.addr(0).unwrap(), memory.addr(1).unwrap()];
+                    let bases = bases.map(u64::to_le_bytes).concat();
+                    let table = communicator.device().allocate(4096)?;
+                    table.write(0, &bases)?;
+                    table.write(256, &1_u64.to_le_bytes())?;
+                    let status = PinnedMemory::allocate(&context, 4096).unwrap();
+                    let launch = OneShotLaunch {
+                        input: buffer.registered().local().addr(),
+                        output: output.registered().local().addr(),
+                        bytes,
+                        packets: table.addr(),
+                        slot: 2 * bytes,
+                        counters: table.addr() + 256,
+                        rank,
+                        ranks: 2,
+                        context: GpuContext {
+                            limit_ns: 10_000_000_000,
+                            abort: status.device_address(),
+                            status: status.device_address() + 64,
+                        },
+                    };
+                    // SAFETY: plain data.
+                    let words = unsafe {
+                        std::slice::from_raw_parts(
+                            (&raw const launch).cast::<u8>(),
+                            size_of::<OneShotLaunch>(),
+                        )
+                    };
+                    table.write(1024, words)?;
+                    let one_shot = kernel(&context, bench::ONE_SHOT_BF16);
+                    let shape = Shape::linear(blocks, 384);
+                    let address = table.addr() + 1024;
+                    let by_hand = in_graph(
+                        &stream,
+                        |stream| {
+                            // SAFETY: what the kernel takes; all memory is kept until the end.
+                            unsafe { one_shot.launch(stream, &shape, &[Argument::from(&address)]) }
+                                .unwrap();
+                        },
+                        line_up,
+                    );
+                    assert_eq!(
+                        status.words()[9].load(std::sync::atomic::Ordering::Relaxed),
+                        0
+                    );
+                    communicator.barrier()?;
+                    Ok((executor, by_hand))
+                },
+            )
+            .unwrap();
+            let most =
+                |f: fn(&((f64, f64), (f64, f64))) -> f64| rows.iter().map(f).fold(0.0, f64::max);
+            println!(
+                "{bytes:>6} B, {blocks:>2} blocks: executor {:.2} (min {:.2}) us, by hand {:.2} (min {:.2})",
+                most(|r| r.0.0),
+                most(|r| r.0.1),
+                most(|r| r.1.0),
+                most(|r| r.1.1),
+            );
+        }
+    }
+}
+
+#[test]
+fn launches_copies_and_loading() {
+    let Some(context) = context() else { return };
+    let stream = Stream::new(&context).unwrap();
+    let device = Device::Cuda(context.clone());
+    let (a, b) = (
+        device.allocate(256 << 20).unwrap(),
+        device.allocate(256 << 20).unwrap(),
+    );
+    for entry in [bench::COPY, bench::ADD_BF16] {
+        let run = kernel(&context, entry);
+        for bytes in [1_u64 << 20, 16 << 20, 256 << 20] {
+            let (to, from) = (a.addr(), b.addr());
+            let elements = bytes / 2;
+            let (p50, min) = in_graph(
+                &stream,
+                |stream| {
+                    let copy = [
+                        Argument::from(&to),
+                        Argument::from(&from),
+                        Argument::from(&bytes),
+                    ];
+                    let add = [
+                        Argument::from(&to),
+                        Argument::from(&from),
+                        Argument::from(&from),
+                        Argument::from(&elements),
+                    ];
+                    let arguments = if entry == bench::COPY {
+                        &copy[..]
+                    } else {
+                        &add[..]
+                    };
+                    // SAFETY: what the kernels take; the memory is kept.
+                    unsafe { run.launch(stream, &Shape::linear(264, 384), arguments) }.unwrap();
+                },
+                || {},
+            );
+            println!("{entry} {bytes} B: {p50:.2} (min {min:.2}) us");
+        }
+    }
+    // The copy engine, as a proxy uses it.
+    for bytes in [64_u64 << 10, 1 << 20, 256 << 20] {
+        let (p50, min) = in_graph(
+            &stream,
+            // SAFETY: memory of this size, kept.
+            |stream| unsafe { stream.copy(a.addr(), b.addr(), bytes) }.unwrap(),
+            || {},
+        );
+        println!("copy engine {bytes} B: {p50:.2} (min {min:.2}) us");
+    }
+    // What an eager call costs the host.
+    run_in_threads_on(
+        |_| Ok(device.clone()),
+        1,
+        CommunicatorOptions { timeout: LIMIT },
+        |communicator| {
+            let buffer = communicator.allocate(4096)?;
+            let mut options = Options::new(DataType::F32, ReduceOp::Sum, 4096);
+            options.buffers = Buffers::Registered {
+                input: buffer.registered(),
+                output: buffer.registered(),
+            };
+            let plan = Algorithm::OneShot.plan(1, 1)?;
+            let deadline = Instant::now() + LIMIT;
+            let prepared = Prepared::prepare(communicator.endpoint(), &plan, options, deadline)?;
+            let address = buffer.registered().local().addr();
+            let buffers = RawBuffers {
+                input: address,
+                output: address,
+                input_offset: 0,
+                output_offset: 0,
+                bytes: 4096,
+            };
+            let mut times = Vec::new();
+            for _ in 0..50 {
+                let started = Instant::now();
+                for _ in 0..20 {
+                    // SAFETY: the buffer is kept; launches follow one another on the stream.
+                    unsafe { prepared.launch_on_cuda(&stream, &buffers, LIMIT) }.unwrap();
+                }
+                times.push(started.elapsed().as_secs_f64() * 1e6 / 20.0);
+                stream.synchronize(Instant::now() + LIMIT).unwrap();
+            }
+            prepared.check()?;
+            let (p50, min) = median(times);
+            println!("an eager call costs the host {p50:.2} (min {min:.2}) us");
+            let (p50, min) = in_graph(
+                &stream,
+                // SAFETY: as above.
+                |stream| {
+                    unsafe { prepared.launch_on_cuda(stream, &buffers, LIMIT) }.unwrap();
+                },
+                || {},
+            );
+            println!("one rank, 4 KiB copy by the executor in a graph: {p50:.2} (min {min:.2}) us");
+            Ok(())
+        },
+    )
+    .unwrap();
+    // Loading a plan's kernels, compiled now and from the cache.
+    let folder = std::env::temp_dir().join(format!("crossweft-speed-{}", std::process::id()));
+    let module = crossweft_kernels::plan_module(DataType::Bf16, 90).unwrap();
+    for turn in ["compiled", "cached"] {
+        let cache = Cache::at(&folder);
+        let options = CompileOptions {
+            max_registers: Some(168),
+            ..CompileOptions::default()
+        };
+        let started = Instant::now();
+        let loaded = Module::load(&context, module.name, module.ptx, &options, &cache).unwrap();
+        loaded.kernel(module.entries[0]).unwrap();
+        println!("loading bf16 kernels, {turn}: {:?}", started.elapsed());
+    }
+    let _ = std::fs::remove_dir_all(folder);
+}
