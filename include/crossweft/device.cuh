@@ -380,9 +380,11 @@ class Block {
       if (done(seen)) return Status::Ok;
       // The clock is slow, and the abort word lies across the bus: every 0.5 to 1 ms will do.
       if (spins % PATIENCE == PATIENCE - 1) {
-        const u32 stopped = look(end_, abort_, status_, rank_, static_cast<u32>(site.kind),
-                                 site.peer, site.channel, site.op, spins, expected, seen);
-        if (stopped != 0) return static_cast<Status>(stopped);
+        const Status stopped = look(site.kind, expected, seen);
+        if (stopped != Status::Ok) {
+          report(stopped, Waiting{site, spins, expected, seen});
+          return stopped;
+        }
       }
       spins += spins != ~0u;
     }
@@ -391,37 +393,24 @@ class Block {
  private:
   static constexpr u32 PATIENCE = 1024;
 
-  // Whether the wait must end: a `Status`. One function for all waits, out of their way.
-  static __device__ __noinline__ u32 look(u64 end, u64 abort, u64 status, u32 rank, u32 kind,
-                                          u32 peer, u32 channel, u32 op, u32 spins, u64 expected,
-                                          u64 seen) {
-    Status stopped = Status::Ok;
-    if (kind == static_cast<u32>(WaitKind::Packet) &&
-        isOfOtherSize(static_cast<u32>(expected), static_cast<u32>(seen))) {
-      stopped = Status::Mismatch;
-    } else if (abort != 0 && ptx::load(abort) != 0) {
-      stopped = Status::Aborted;
-    } else if (ptx::timeNs() >= end) {
-      stopped = Status::Deadline;
-    } else {
-      return 0;
-    }
-    // Whoever claims the record first writes it, alone.
-    if (status != 0 && ptx::fetchAdd(status, 1) == 0) {
-      auto record = reinterpret_cast<StatusRecord*>(status);
-      record->rank = rank;
-      record->block = blockIdx.x;
-      record->thread = threadIdx.x;
-      record->waiting.site.kind = static_cast<WaitKind>(kind);
-      record->waiting.site.peer = peer;
-      record->waiting.site.channel = channel;
-      record->waiting.site.op = op;
-      record->waiting.spins = spins;
-      record->waiting.expected = expected;
-      record->waiting.seen = seen;
-      ptx::storeRelease(reinterpret_cast<u64>(&record->stopped), static_cast<u64>(stopped));
-    }
-    return static_cast<u32>(stopped);
+  // Whether a wait must end, and why. Not a function of its own in the machine code: a call would
+  // cost every kernel a stack.
+  CROSSWEFT_DEVICE Status look(WaitKind kind, u64 expected, u64 seen) const {
+    const bool ofOtherSize = isOfOtherSize(static_cast<u32>(expected), static_cast<u32>(seen));
+    if (kind == WaitKind::Packet && ofOtherSize) return Status::Mismatch;
+    if (abort_ != 0 && ptx::load(abort_) != 0) return Status::Aborted;
+    return ptx::timeNs() >= end_ ? Status::Deadline : Status::Ok;
+  }
+
+  // Describes a wait that ended badly, if it is the first. Whoever claims the record writes it.
+  CROSSWEFT_DEVICE void report(Status stopped, const Waiting& waiting) const {
+    if (status_ == 0 || ptx::fetchAdd(status_, 1) != 0) return;
+    auto record = reinterpret_cast<StatusRecord*>(status_);
+    record->rank = rank_;
+    record->block = blockIdx.x;
+    record->thread = threadIdx.x;
+    record->waiting = waiting;
+    ptx::storeRelease(reinterpret_cast<u64>(&record->stopped), static_cast<u64>(stopped));
   }
 
   u64 end_;

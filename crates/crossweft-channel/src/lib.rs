@@ -6,7 +6,8 @@
 //! * [`MemoryChannel`]: the kernel writes a peer's memory itself.
 //! * [`PortChannel`]: a proxy thread ([`ProxyService`]) does it, over mapped memory or TCP.
 //! * [`SwitchChannel`]: reduce from, and broadcast to, the memory of a whole group.
-//! * [`Guard`]: what ends a wait (abort, a dead peer, the caller's deadline) and says why.
+//! * [`Guard`]: what ends a wait (abort, a dead peer, the caller's deadline) and says why;
+//!   [`KernelGuard`]: the same for kernels on a CUDA device.
 //!
 //! Making things is collective and may block, up to a deadline; using them is local. The owners made
 //! here hand out `repr(C)` handles, which kernels use through `crossweft-device`; a handle is valid for
@@ -27,6 +28,7 @@ mod frame;
 pub mod fuzz;
 mod guard;
 mod ids;
+mod kernel_guard;
 mod memory_channel;
 mod port;
 mod registered;
@@ -39,6 +41,7 @@ mod transport;
 pub use endpoint::{CallLine, Endpoint};
 pub use error::ChannelError;
 pub use guard::{Guard, StopCause};
+pub use kernel_guard::KernelGuard;
 pub use memory_channel::MemoryChannel;
 pub use port::{Carrier, Flow, PortChannel, ProxyOptions, ProxyService};
 pub use registered::RegisteredMemory;

@@ -1,21 +1,19 @@
-//! Launching on a CUDA device: the kernel of a data type, and the words that it and the host share.
+//! Launching on a CUDA device: the kernel of a data type.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crossweft_channel::KernelGuard;
 use crossweft_device::program::{Launch, Program};
-use crossweft_device::{DataType, ReduceOp, Site, Stopped, WaitKind, Waiting};
+use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::Interrupted;
 use crossweft_hal::cuda::{
-    Argument, Cache, CompileOptions, Context, CudaError, Event, GraphExec, Kernel, Module,
-    PinnedMemory, Shape, Stream,
+    Argument, Cache, CompileOptions, Context, CudaError, Event, GraphExec, Kernel, Module, Shape,
+    Stream,
 };
 use crossweft_hal::{Device, HalError, Memory};
-use crossweft_kernels::{
-    GpuContext, MAX_OPERANDS, MAX_THREADS, MIN_SM, PlanLaunch, plan_entry, plan_module,
-};
+use crossweft_kernels::{MAX_OPERANDS, MAX_THREADS, MIN_SM, PlanLaunch, plan_entry, plan_module};
 
 use crate::ExecutorError;
 use crate::launch::RawBuffers;
@@ -30,7 +28,7 @@ pub(crate) struct CudaLauncher {
     threads: u32,
     /// Of launches that the caller waits for.
     stream: Stream,
-    control: Control,
+    guard: KernelGuard,
 }
 
 /// Why a plan cannot be launched on a device.
@@ -104,7 +102,7 @@ impl CudaLauncher {
             op,
             threads,
             stream: Stream::new(context)?,
-            control: Control::new(context)?,
+            guard: KernelGuard::new(context)?,
         })
     }
 
@@ -122,10 +120,7 @@ impl CudaLauncher {
         PlanLaunch {
             program: *program,
             launch: *launch,
-            context: GpuContext {
-                limit_ns: u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX).max(1),
-                ..self.control.context()
-            },
+            context: self.guard.context(limit),
             op: self.op,
             reserved: 0,
         }
@@ -160,92 +155,17 @@ impl CudaLauncher {
         limit: Duration,
         failed: impl Fn() -> bool,
     ) -> Result<(), CudaError> {
-        // The kernel ends itself at its limit; only one that cannot even begin outlasts that.
-        let deadline = Instant::now() + limit + BEGIN_LIMIT;
-        loop {
-            let look_again = Instant::now() + LOOK;
-            match stream.synchronize(look_again.min(deadline)) {
-                Err(CudaError::Deadline { .. }) if look_again < deadline => {
-                    if failed() {
-                        self.control.abort();
-                    }
-                }
-                other => return other,
-            }
-        }
+        self.guard.wait(stream, limit, failed)
     }
 
     /// What ended a kernel's wait, if one was ended since the plan was prepared.
     pub(crate) fn interrupted(&self) -> Option<Interrupted> {
-        self.control.interrupted()
+        self.guard.interrupted()
     }
 }
 
 /// Registers of a multiprocessor, on every device that kernels run on.
 const REGISTERS: u32 = 1 << 16;
-/// How often a host thread that waits for a kernel looks after the job.
-const LOOK: Duration = Duration::from_millis(5);
-/// How long a kernel may take to begin, behind others on the device.
-const BEGIN_LIMIT: Duration = Duration::from_secs(30);
-
-/// Pinned words that host and kernel share: the abort word, and behind it, on a cache line of its own,
-/// the status record.
-#[derive(Debug)]
-struct Control(PinnedMemory);
-
-/// Bytes to the status record.
-const RECORD: u64 = 64;
-
-impl Control {
-    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        PinnedMemory::allocate(context, 4096).map(Self)
-    }
-
-    fn context(&self) -> GpuContext {
-        GpuContext {
-            limit_ns: 0,
-            abort: self.0.device_address(),
-            status: self.0.device_address() + RECORD,
-        }
-    }
-
-    fn abort(&self) {
-        if let Some(word) = self.0.words().first() {
-            word.store(1, Ordering::Release);
-        }
-    }
-
-    fn interrupted(&self) -> Option<Interrupted> {
-        let word = |index: usize| {
-            let word = self.0.words().get(RECORD as usize / 8 + index);
-            word.map_or(0, |word| word.load(Ordering::Acquire))
-        };
-        let (low, high) = (|w: u64| w as u32, |w: u64| (w >> 32) as u32);
-        // In the order of `StatusRecord`: claims, stopped, rank and block, thread, then the wait.
-        let stopped = match word(1) {
-            0 => return None,
-            2 => Stopped::Deadline,
-            3 => Stopped::Mismatch,
-            _ => Stopped::Aborted,
-        };
-        let site = Site {
-            kind: WaitKind::from_number(low(word(4))),
-            peer: high(word(4)),
-            channel: low(word(5)),
-            op: high(word(5)),
-        };
-        Some(Interrupted {
-            stopped,
-            waiting: Waiting {
-                site,
-                spins: low(word(6)),
-                expected: word(7),
-                seen: word(8),
-            },
-            block: high(word(2)),
-        })
-    }
-}
 
 /// Calls of a prepared plan, recorded into a CUDA graph; for measuring, and for whatever runs the same
 /// calls again and again. Keeps the plan.
