@@ -16,12 +16,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crossweft_kernels::{MAX_THREADS, MODULES, Module};
 
+use crate::cuda::{self, root};
+
 /// The lowest PTX version that has what the kernels use; driver 520 and later read it.
 const PTX_VERSION: &str = "ptx78";
 /// What `ptxas` must accept: the oldest and the newest that matter, and the one measured on.
-const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
-/// The wheel that has `ptxas`. Its version is that of the oldest driver the project is run with.
-const PTXAS_WHEEL: &str = "nvidia-cuda-nvcc==13.0.88";
+pub(crate) const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
 
 /// Flags of the last crate. Everything is inlined before LLVM sees it: references to functions'
 /// arguments would tell LLVM that tables never change, and it would keep all of them in registers.
@@ -90,12 +90,6 @@ pub(crate) fn check() -> Result<(), String> {
     } else {
         Err(format!("xtask: kernels:\n  {}", problems.join("\n  ")))
     }
-}
-
-fn root() -> PathBuf {
-    let mut root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    root.pop();
-    root
 }
 
 fn folder() -> PathBuf {
@@ -359,7 +353,7 @@ fn lint(ptx: &str, entries: &[&str]) -> Vec<String> {
 }
 
 /// Why a statement must not be there.
-fn forbidden(statement: &str) -> Option<&'static str> {
+pub(crate) fn forbidden(statement: &str) -> Option<&'static str> {
     // A guard, as in `@%p1 bra ...`.
     let instruction = match statement.strip_prefix('@') {
         Some(guarded) => guarded
@@ -413,40 +407,11 @@ fn find_ptxas() -> Result<PathBuf, String> {
     if runs(&in_path) {
         return Ok(in_path);
     }
-    let venv = root().join("target/ptxas");
-    if let Some(ptxas) = ptxas_below(&venv).filter(|ptxas| runs(ptxas)) {
-        return Ok(ptxas);
+    let ptxas = cuda::toolkit(cuda::PTXAS, &["bin/ptxas"])?.join("bin/ptxas");
+    match runs(&ptxas) {
+        true => Ok(ptxas),
+        false => Err(format!("xtask: {} does not run", ptxas.display())),
     }
-    eprintln!("xtask: installing {PTXAS_WHEEL} below target/");
-    let run = |program: &Path, arguments: &[&str]| {
-        let status = Command::new(program).args(arguments).status();
-        match status {
-            Ok(status) if status.success() => Ok(()),
-            Ok(status) => Err(format!(
-                "xtask: {} {arguments:?}: {status}",
-                program.display()
-            )),
-            Err(e) => Err(format!("xtask: cannot run {}: {e}", program.display())),
-        }
-    };
-    run(
-        Path::new("python3"),
-        &["-m", "venv", &venv.display().to_string()],
-    )?;
-    // The wheel alone: `ptxas` needs none of what it depends on.
-    let install = ["-m", "pip", "install", "--quiet", "--no-deps", PTXAS_WHEEL];
-    run(&venv.join("bin/python"), &install)?;
-    ptxas_below(&venv)
-        .filter(|ptxas| runs(ptxas))
-        .ok_or_else(|| format!("xtask: no ptxas in {PTXAS_WHEEL}"))
-}
-
-fn ptxas_below(venv: &Path) -> Option<PathBuf> {
-    let mut versions = fs::read_dir(venv.join("lib")).ok()?.flatten();
-    versions.find_map(|python| {
-        let ptxas = python.path().join("site-packages/nvidia/cu13/bin/ptxas");
-        ptxas.exists().then_some(ptxas)
-    })
 }
 
 /// Assembles every module for every architecture; returns the problems.

@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod conformance;
+mod cuda;
+mod header;
 mod kernels;
 
 use std::env;
@@ -18,6 +20,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
           check and run every plan file below DIR
   kernels [--check]
           compile the GPU kernels to PTX; or check the PTX that is committed
+  header  compile the CUDA C++ header with its tests and examples, by nvcc and NVRTC
 ";
 
 fn main() -> ExitCode {
@@ -29,6 +32,7 @@ fn main() -> ExitCode {
         ["lint"] => lint(),
         ["kernels"] => kernels::build(),
         ["kernels", "--check"] => kernels::check(),
+        ["header"] => header::check(),
         ["conformance", folder] => conformance::run(folder),
         ["ci"] => test().and_then(|()| lint()),
         _ => Err(USAGE.to_owned()),
