@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crossweft_channel::{ChannelError, Endpoint, Guard, RegisteredMemory, SemaphorePool};
 use crossweft_device::Stopped;
+use crossweft_hal::Device;
 use crossweft_hal::cpu::{Grid, HostBlock, Schedule, SharedMemory};
 use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
 
@@ -18,6 +19,15 @@ pub(crate) fn deadline() -> Instant {
 
 /// Runs `body` on `world_size` ranks and returns what they return, in rank order.
 pub(crate) fn ranks<T: Send>(world_size: u32, body: impl Fn(Arc<Endpoint>) -> T + Sync) -> Vec<T> {
+    ranks_on(&Device::Cpu, world_size, body)
+}
+
+/// The same, all on one device.
+pub(crate) fn ranks_on<T: Send>(
+    device: &Device,
+    world_size: u32,
+    body: impl Fn(Arc<Endpoint>) -> T + Sync,
+) -> Vec<T> {
     let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
     let id = rendezvous.unique_id();
     std::thread::scope(|scope| {
@@ -27,7 +37,8 @@ pub(crate) fn ranks<T: Send>(world_size: u32, body: impl Fn(Arc<Endpoint>) -> T 
                 scope.spawn(move || {
                     let options = JoinOptions::default();
                     let group = Group::join(id, rank, world_size, &options).unwrap();
-                    body(Endpoint::new(Arc::new(group), deadline()).unwrap())
+                    let device = device.clone();
+                    body(Endpoint::on(device, Arc::new(group), deadline()).unwrap())
                 })
             })
             .collect();
