@@ -1,6 +1,6 @@
 //! Kernels for tests and measurements, on the same primitives as everything else.
 
-use crossweft_device::channel;
+use crossweft_device::channel::{self, MemoryChannel};
 use crossweft_device::element::Bf16;
 use crossweft_device::extent::Extent;
 use crossweft_device::fifo::{Fifo, Trigger, TriggerKind};
@@ -16,6 +16,10 @@ use crossweft_device::wait::{reached, wait_for};
 use crossweft_device::{Block, Memory, Raw, Site, Stopped, WaitKind};
 
 use crate::shared::{Here, table};
+
+/// The example of docs/custom-kernels.md, which is the same text on the host.
+#[path = "../../examples/custom-kernel-rust/src/kernel.rs"]
+mod custom;
 
 type ThisBlock = GpuBlock<Here>;
 
@@ -381,5 +385,24 @@ pub unsafe extern "ptx-kernel" fn crossweft_pattern_check(
         if thread() == 0 {
             Raw.add_release(result + 8, 1);
         }
+    }
+}
+
+/// The example's kernel, with a channel of `channels` for each block.
+///
+/// # Safety
+/// As for [`custom::exchange_add`].
+#[unsafe(no_mangle)]
+pub unsafe extern "ptx-kernel" fn crossweft_exchange_add(
+    channels: *const MemoryChannel,
+    launch: custom::ExchangeAdd,
+    rank: u32,
+    context: GpuContext,
+) {
+    // SAFETY: the caller's promise. What went wrong is in the host's record.
+    unsafe {
+        let block = ThisBlock::begin(&context, rank);
+        let channel = channels.add(block_x() as usize).read();
+        let _ = custom::exchange_add(&block, &channel, &launch, block_x(), blocks_x());
     }
 }

@@ -146,8 +146,11 @@ pub mod bench {
     /// `memory, words, seed, counter, target, result, limit`.
     pub const PATTERN_CHECK: &str = "crossweft_pattern_check";
 
+    /// The kernel of `examples/custom-kernel-rust`: `channels, launch, rank: u32, limit`.
+    pub const EXCHANGE_ADD: &str = "crossweft_exchange_add";
+
     /// Every one of them.
-    pub(crate) const ALL: [&str; 9] = [
+    pub(crate) const ALL: [&str; 10] = [
         COPY,
         ADD_BF16,
         ONE_SHOT_BF16,
@@ -157,6 +160,7 @@ pub mod bench {
         GRID_BARRIER,
         PATTERN_WRITE,
         PATTERN_CHECK,
+        EXCHANGE_ADD,
     ];
 }
 

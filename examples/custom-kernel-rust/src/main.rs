@@ -3,24 +3,31 @@
 //!
 //! ```console
 //! cargo run --release -p custom-kernel-rust
+//! cargo run --release -p custom-kernel-rust -- cuda
 //! ```
 //!
-//! runs it on the CPU device, with the ranks as threads of this process: no GPU is needed to write
-//! and test a kernel.
+//! The first runs it on the CPU device, the second the same function, compiled to PTX, on one or two
+//! GPUs. The ranks are threads of this process. Exit codes: 0 ok, 1 wrong or failed, 2 no GPU.
 
+mod cpu;
+mod cuda;
 mod kernel;
 
+use std::env;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use crossweft_channel::{ChannelError, Guard, MemoryChannel};
-use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, run_in_threads};
-use crossweft_hal::cpu::{Grid, Interrupted, Schedule};
+use crossweft_channel::MemoryChannel;
+use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, run_in_threads_on};
+use crossweft_device::channel;
+use crossweft_hal::{Device, Memory};
 
-use kernel::{ExchangeAdd, exchange_add};
+use kernel::ExchangeAdd;
 
 /// Numbers of each rank.
 const COUNT: usize = 1_000_003;
+/// Bytes of them.
+const BYTES: u64 = (COUNT * size_of::<f32>()) as u64;
 /// What the peer's numbers are multiplied with.
 const FACTOR: f32 = 0.5;
 /// Launches, one behind the other.
@@ -29,9 +36,26 @@ const ROUNDS: u64 = 10;
 const BLOCKS: u32 = 8;
 
 fn main() -> ExitCode {
-    match run_in_threads(2, CommunicatorOptions::default(), run) {
+    let devices = match env::args().nth(1).as_deref() {
+        None | Some("cpu") => Ok(vec![Device::Cpu]),
+        Some("cuda") => cuda::devices(),
+        Some(_) => {
+            eprintln!("usage: custom-kernel-rust [cpu | cuda]");
+            return ExitCode::from(2);
+        }
+    };
+    let devices = match devices {
+        Ok(devices) => devices,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(2);
+        }
+    };
+    let device = |rank: u32| Ok(devices[rank as usize % devices.len()].clone());
+    match run_in_threads_on(device, 2, CommunicatorOptions::default(), run) {
         Ok(wrong) => {
-            println!("2 ranks on the CPU device, {ROUNDS} rounds of {COUNT} floats");
+            let (count, name) = (devices.len(), devices[0].name());
+            println!("2 ranks on {count} {name} device(s), {ROUNDS} rounds of {COUNT} floats");
             println!("wrong results on each rank: {wrong:?}");
             ExitCode::from(u8::from(wrong != [0, 0]))
         }
@@ -42,46 +66,44 @@ fn main() -> ExitCode {
     }
 }
 
+/// What a rank has prepared.
+struct Rank<'a> {
+    communicator: &'a Communicator,
+    /// One for each block.
+    channels: Vec<channel::MemoryChannel>,
+    x: Memory,
+    y: Memory,
+    deadline: Instant,
+}
+
 /// What one rank does; returns how many results are wrong.
 fn run(communicator: &Communicator) -> Result<usize, CollectiveError> {
-    let (rank, limit) = (communicator.rank(), communicator.timeout());
-    let deadline = Instant::now() + limit;
-
-    // Prepare: everything that allocates or exchanges. What is collective is so marked.
-    let endpoint = communicator.endpoint();
-    let bytes = (COUNT * size_of::<f32>()) as u64;
+    let rank = communicator.rank();
+    let deadline = Instant::now() + communicator.timeout();
+    // Prepare: everything that allocates, loads or exchanges. What is collective is so marked.
     // Collective: memory that the peer writes. Two halves, used in turn: who sends for round `r + 2`
     // has this rank's signal of `r + 1`, given after all of `r` was read.
-    let arriving = communicator.allocate(2 * bytes)?.registered();
+    let arriving = communicator.allocate(2 * BYTES)?.registered();
     // Collective: a channel for each block, all to the peer.
-    let peers = vec![1 - rank; BLOCKS as usize];
+    let peers = [1 - rank; BLOCKS as usize];
+    let endpoint = communicator.endpoint();
     let made = MemoryChannel::connect(endpoint, &peers, &arriving, &arriving, deadline)?;
-    let channels: Vec<_> = made.iter().map(MemoryChannel::handle).collect();
-    let x = communicator.device().allocate(bytes)?;
-    let y = communicator.device().allocate(bytes)?;
-    x.write(0, &to_bytes(&input(rank)))?;
-    let mut grid = Grid::new(BLOCKS, Schedule::RoundRobin)?;
+    let prepared = Rank {
+        communicator,
+        channels: made.iter().map(MemoryChannel::handle).collect(),
+        x: communicator.device().allocate(BYTES)?,
+        y: communicator.device().allocate(BYTES)?,
+        deadline,
+    };
+    prepared.x.write(0, &to_bytes(&input(rank)))?;
 
-    // Execute: local. It allocates nothing and exchanges nothing.
-    for round in 0..ROUNDS {
-        let launch = ExchangeAdd {
-            x: x.addr(),
-            y: y.addr(),
-            bytes,
-            half: round % 2 * bytes,
-            factor: FACTOR,
-        };
-        let guard = Guard::new(endpoint, limit);
-        grid.launch(&endpoint.context(&guard), &|block, index| {
-            // SAFETY: the vectors are this rank's own; channels and memory live until the launch
-            // has ended; the halves are used in turn.
-            unsafe { exchange_add(block, &channels[index as usize], &launch, index, BLOCKS) }
-        })
-        .map_err(|interrupted| stopped(rank, &guard, &interrupted))?;
+    match communicator.device() {
+        Device::Cuda(context) => cuda::run(&prepared, context)?,
+        _ => cpu::run(&prepared)?,
     }
 
-    let mut found = vec![0; COUNT * size_of::<f32>()];
-    y.read(0, &mut found)?;
+    let mut found = vec![0; BYTES as usize];
+    prepared.y.read(0, &mut found)?;
     let (mine, theirs) = (input(rank), input(1 - rank));
     let expected = mine.iter().zip(&theirs).map(|(m, t)| m + FACTOR * t);
     let wrong = expected
@@ -93,12 +115,16 @@ fn run(communicator: &Communicator) -> Result<usize, CollectiveError> {
     Ok(wrong)
 }
 
-/// The error of a launch whose wait was ended: it names the rank, the peer and the channel.
-fn stopped(rank: u32, guard: &Guard<'_>, interrupted: &Interrupted) -> ChannelError {
-    ChannelError::Stopped {
-        rank,
-        what: Guard::describe(&interrupted.waiting),
-        cause: guard.cause(interrupted.stopped, &interrupted.waiting),
+impl Rank<'_> {
+    /// What the blocks of a round's launch are given.
+    fn launch(&self, round: u64) -> ExchangeAdd {
+        ExchangeAdd {
+            x: self.x.addr(),
+            y: self.y.addr(),
+            bytes: BYTES,
+            half: round % 2 * BYTES,
+            factor: FACTOR,
+        }
     }
 }
 
