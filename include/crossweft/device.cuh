@@ -53,7 +53,7 @@
 // those loads may return what was there before.
 #pragma once
 
-#if !defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+#if !defined(__CUDACC__) && !defined(__CUDACC_RTC__) && !defined(CROSSWEFT_HOST_TEST)
 #error "crossweft/device.cuh is device code: compile it with nvcc or NVRTC"
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -74,6 +74,8 @@ static_assert(sizeof(void*) == 8, "handles carry 64-bit addresses");
 // Single accesses to global memory: this GPU's, a peer's, or the host's. Addresses are aligned to
 // the access. All are compiler barriers too.
 namespace ptx {
+
+#if !defined(CROSSWEFT_HOST_TEST)  // which brings its own machine
 
 // Relaxed, at system scope.
 CROSSWEFT_DEVICE u64 load(u64 address) {
@@ -205,6 +207,8 @@ CROSSWEFT_DEVICE void set(u64 address, u8 value) {
   const u32 wide = value;
   asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(wide) : "memory");
 }
+
+#endif  // !defined(CROSSWEFT_HOST_TEST)
 
 // The integer (or piece) of so many bytes.
 template <u32 Bytes>

@@ -1,5 +1,6 @@
 //! `cargo xtask header`: the CUDA C++ header, its tests and examples, by nvcc and by NVRTC, without a
-//! warning, without spills, and with machine code that keeps to the kernels' rules.
+//! warning, without spills, and with machine code that keeps to the kernels' rules; and its functions
+//! run on the host.
 //!
 //! Leaves the PTX in `target/header/`, for the example and the tests that need a GPU.
 
@@ -11,7 +12,7 @@ use std::time::Instant;
 use crate::cuda::{self, printed, root, run};
 use crate::kernels::{ARCHITECTURES, forbidden};
 
-/// What includes the header.
+/// Kernels that include the header.
 const SOURCES: [&str; 3] = [
     "include/tests/api.cu",
     "include/tests/interop.cu",
@@ -40,14 +41,15 @@ const FLAGS: [&str; 8] = [
 ];
 
 pub(crate) fn check() -> Result<(), String> {
-    if !cuda::has_pip() {
-        eprintln!("xtask: header: not compiled: there is no pip to install nvcc with");
-        return Ok(());
-    }
     let start = Instant::now();
-    let toolkit = cuda::toolkit(cuda::COMPILERS, &NEEDED)?;
     let out = root().join("target/header");
     fs::create_dir_all(&out).map_err(|e| format!("xtask: {}: {e}", out.display()))?;
+    host(&out)?;
+    if !cuda::has_pip() {
+        eprintln!("xtask: header: run on the host only: there is no pip to install nvcc with");
+        return Ok(());
+    }
+    let toolkit = cuda::toolkit(cuda::COMPILERS, &NEEDED)?;
     let mut problems = Vec::new();
     for source in SOURCES {
         problems.extend(nvcc(&toolkit, source, &out)?);
@@ -64,6 +66,27 @@ pub(crate) fn check() -> Result<(), String> {
     } else {
         Err(format!("xtask: header:\n  {}", problems.join("\n  ")))
     }
+}
+
+/// A C++ compiler that tolerates no warning.
+fn cpp() -> Command {
+    let mut command = Command::new("c++");
+    command
+        .current_dir(root())
+        .args(["-Wall", "-Wextra", "-Werror"]);
+    command
+}
+
+/// The header's functions on the host, with many threads; ends by itself, with an error if one is
+/// wrong.
+fn host(out: &Path) -> Result<(), String> {
+    let program = out.join("host");
+    let sanitizers = "-fsanitize=address,undefined";
+    run(cpp()
+        .args(["-std=c++20", "-O1", "-g", sanitizers, "-pthread"])
+        .args(["-Iinclude", "include/tests/host.cpp", "-o"])
+        .arg(&program))?;
+    run(&mut Command::new(program)).map(drop)
 }
 
 /// The architecture that PTX of `sm` is for.
@@ -113,15 +136,8 @@ fn nvcc(toolkit: &Path, source: &str, out: &Path) -> Result<Vec<String>, String>
 fn nvrtc(toolkit: &Path, out: &Path) -> Result<Vec<String>, String> {
     let program: PathBuf = out.join("nvrtc");
     let lib = toolkit.join("lib");
-    run(Command::new("c++")
-        .current_dir(root())
-        .args([
-            "-std=c++17",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "xtask/src/nvrtc.cpp",
-        ])
+    run(cpp()
+        .args(["-std=c++17", "xtask/src/nvrtc.cpp"])
         .arg(format!("-I{}", toolkit.join("include").display()))
         .arg(format!("-L{}", lib.display()))
         .args(["-l:libnvrtc.so.13", "-o"])
