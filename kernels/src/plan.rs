@@ -41,7 +41,7 @@ unsafe fn run<E: GpuElement>(plans: *const PlanLaunch, parameter: impl Fn(u32) -
         }
         i += threads();
     }
-    let _ = barrier_max(0);
+    let _ = barrier_max::<0>(0);
     // SAFETY: it was written; the rest is the caller's promise.
     unsafe { stage(here.cast::<PlanLaunch>()) };
     // SAFETY: it is only read from now on; the rest is the caller's promise.
@@ -112,7 +112,7 @@ unsafe fn stage(plan: *mut PlanLaunch) {
         let begin = |here: u64, first: u32, size: usize| {
             here.wrapping_sub(u64::from(first) * size as u64)
         };
-        let _ = barrier_max(0);
+        let _ = barrier_max::<0>(0);
         if thread() == 0 {
             (&raw mut (*program).ops).write(begin(at(0), own.first, size_of::<Op>()));
             let operands = begin(at(to_operands), own.first_operand, size_of::<Operand>());
@@ -120,7 +120,7 @@ unsafe fn stage(plan: *mut PlanLaunch) {
             (&raw mut (*program).bases).write(at(to_bases));
             (&raw mut (*program).links).write(begin(at(to_links), own.first_link, 4));
         }
-        let _ = barrier_max(0);
+        let _ = barrier_max::<0>(0);
     }
 }
 

@@ -77,7 +77,10 @@ impl Gpu {
         let bench = bench_module(major * 10 + minor).unwrap();
         let ptx = std::fs::read_to_string(&path).unwrap();
         let load = |name, ptx: &str| {
-            let options = CompileOptions::default();
+            let options = CompileOptions {
+                max_registers: Some(crossweft_kernels::MAX_REGISTERS),
+                ..CompileOptions::default()
+            };
             Module::load(&context, name, ptx, &options, &Cache::none()).unwrap()
         };
         Some(Self {

@@ -34,7 +34,10 @@ fn context() -> Option<std::sync::Arc<Context>> {
 fn kernel(context: &std::sync::Arc<Context>, entry: &str) -> Kernel {
     let module = bench_module(90).unwrap();
     let cache = Cache::from_environment();
-    let options = CompileOptions::default();
+    let options = CompileOptions {
+        max_registers: Some(crossweft_kernels::MAX_REGISTERS),
+        ..CompileOptions::default()
+    };
     let module = Module::load(context, module.name, module.ptx, &options, &cache).unwrap();
     module.kernel(entry).unwrap()
 }
@@ -75,6 +78,9 @@ fn in_graph(
     }
     median(times)
 }
+
+/// Median and least time of the executor, and of the kernel written by hand, on one rank.
+type Row = ((f64, f64), (f64, f64));
 
 #[test]
 fn the_executor_beside_a_one_shot_written_by_hand() {
@@ -162,8 +168,7 @@ fn the_executor_beside_a_one_shot_written_by_hand() {
                 },
             )
             .unwrap();
-            let most =
-                |f: fn(&((f64, f64), (f64, f64))) -> f64| rows.iter().map(f).fold(0.0, f64::max);
+            let most = |f: fn(&Row) -> f64| rows.iter().map(f).fold(0.0, f64::max);
             println!(
                 "{bytes:>6} B, {blocks:>2} blocks: executor {:.2} (min {:.2}) us, by hand {:.2} (min {:.2})",
                 most(|r| r.0.0),
@@ -184,8 +189,25 @@ fn launches_copies_and_loading() {
         device.allocate(256 << 20).unwrap(),
         device.allocate(256 << 20).unwrap(),
     );
-    for entry in [bench::COPY, bench::ADD_BF16] {
-        let run = kernel(&context, entry);
+    // The same kernels from nvcc, if somebody has compiled them.
+    let rivals = std::env::var("CROSSWEFT_RIVALS_PTX").ok().map(|path| {
+        let ptx = std::fs::read_to_string(path).unwrap();
+        let options = CompileOptions {
+            max_registers: Some(crossweft_kernels::MAX_REGISTERS),
+            ..CompileOptions::default()
+        };
+        Module::load(&context, "rivals", &ptx, &options, &Cache::none()).unwrap()
+    });
+    let mut kernels = vec![
+        (bench::COPY, kernel(&context, bench::COPY)),
+        (bench::ADD_BF16, kernel(&context, bench::ADD_BF16)),
+    ];
+    for entry in ["rival_copy", "rival_add_bf16"] {
+        if let Some(module) = &rivals {
+            kernels.push((entry, module.kernel(entry).unwrap()));
+        }
+    }
+    for (entry, run) in kernels {
         for bytes in [1_u64 << 20, 16 << 20, 256 << 20] {
             let (to, from) = (a.addr(), b.addr());
             let elements = bytes / 2;
@@ -203,7 +225,7 @@ fn launches_copies_and_loading() {
                         Argument::from(&from),
                         Argument::from(&elements),
                     ];
-                    let arguments = if entry == bench::COPY {
+                    let arguments = if entry.ends_with("copy") {
                         &copy[..]
                     } else {
                         &add[..]
@@ -264,8 +286,8 @@ fn launches_copies_and_loading() {
             println!("an eager call costs the host {p50:.2} (min {min:.2}) us");
             let (p50, min) = in_graph(
                 &stream,
-                // SAFETY: as above.
                 |stream| {
+                    // SAFETY: as above.
                     unsafe { prepared.launch_on_cuda(stream, &buffers, LIMIT) }.unwrap();
                 },
                 || {},
@@ -281,7 +303,7 @@ fn launches_copies_and_loading() {
     for turn in ["compiled", "cached"] {
         let cache = Cache::at(&folder);
         let options = CompileOptions {
-            max_registers: Some(168),
+            max_registers: Some(crossweft_kernels::MAX_REGISTERS),
             ..CompileOptions::default()
         };
         let started = Instant::now();

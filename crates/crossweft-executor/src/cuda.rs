@@ -13,7 +13,9 @@ use crossweft_hal::cuda::{
     Stream,
 };
 use crossweft_hal::{Device, HalError, Memory};
-use crossweft_kernels::{MAX_OPERANDS, MAX_THREADS, MIN_SM, PlanLaunch, plan_entry, plan_module};
+use crossweft_kernels::{
+    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, PlanLaunch, plan_entry, plan_module,
+};
 
 use crate::ExecutorError;
 use crate::launch::RawBuffers;
@@ -76,10 +78,8 @@ impl CudaLauncher {
         let module = plan_module(dtype, sm).ok_or_else(incapable)?;
         let entry = plan_entry(dtype).ok_or_else(incapable)?;
         let cache = Cache::from_environment();
-        // The driver compiles functions for any block size, then finds that they do not fit the
-        // kernel's.
         let options = CompileOptions {
-            max_registers: Some(REGISTERS / MAX_THREADS / 8 * 8),
+            max_registers: Some(MAX_REGISTERS),
             ..CompileOptions::default()
         };
         let loaded = Module::load(context, module.name, module.ptx, &options, &cache)?;
@@ -163,9 +163,6 @@ impl CudaLauncher {
         self.guard.interrupted()
     }
 }
-
-/// Registers of a multiprocessor, on every device that kernels run on.
-const REGISTERS: u32 = 1 << 16;
 
 /// Calls of a prepared plan, recorded into a CUDA graph; for measuring, and for whatever runs the same
 /// calls again and again. Keeps the plan.

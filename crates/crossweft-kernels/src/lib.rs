@@ -27,6 +27,10 @@ pub use crossweft_device::gpu::{
 /// spilled.
 pub const MAX_THREADS: u32 = 384;
 
+/// Registers of a thread that a module must be compiled for, at most: the driver compiles functions for
+/// any block size, and then finds that they do not fit a kernel of [`MAX_THREADS`].
+pub const MAX_REGISTERS: u32 = (1 << 16) / MAX_THREADS / 8 * 8;
+
 /// The oldest compute capability that the kernels run on, as `major * 10 + minor`.
 pub const MIN_SM: u32 = 80;
 

@@ -30,7 +30,11 @@ pub(crate) fn run(prepared: &Rank<'_>, context: &Arc<Context>) -> Result<(), Col
         rank: communicator.rank(),
         reason: format!("the GPU's compute capability is below {MIN_SM}"),
     })?;
-    let (options, cache) = (CompileOptions::default(), Cache::from_environment());
+    let options = CompileOptions {
+        max_registers: Some(crossweft_kernels::MAX_REGISTERS),
+        ..CompileOptions::default()
+    };
+    let cache = Cache::from_environment();
     let loaded = Module::load(context, module.name, module.ptx, &options, &cache).map_err(hal)?;
     let kernel = loaded.kernel(bench::EXCHANGE_ADD).map_err(hal)?;
     let stream = Stream::new(context).map_err(hal)?;

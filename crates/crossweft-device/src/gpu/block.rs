@@ -63,7 +63,7 @@ impl<S: Shared> GpuBlock<S> {
             // SAFETY: the caller's promise; the others wait at the barrier.
             unsafe { S::state().write(state) };
         }
-        let _ = barrier_max(0);
+        let _ = barrier_max::<0>(0);
         Self(PhantomData)
     }
 
@@ -163,7 +163,7 @@ impl<S: Shared> Block for GpuBlock<S> {
             Err(stopped) => stopped as u32,
         };
         // Threads that did not wait know that they bring no error.
-        match barrier_max(opaque(mine)) {
+        match barrier_max::<0>(opaque(mine)) {
             0 => Ok(()),
             all => Err(stopped(all)),
         }

@@ -204,11 +204,16 @@ pub fn time_ns() -> u64 {
 }
 
 /// Block barrier that agrees on the largest of four numbers, where 0 is all but always everybody's.
-/// Not the aligned form, which a warp must reach as one: threads come here from waits that end at
-/// different times.
-#[inline(always)]
+///
+/// One function, never inlined: the compiler may double code, and the threads of a warp must not meet at
+/// two copies of a barrier. They come here from waits that end at different times and perhaps from
+/// different places, so their warp is brought together before the aligned form, which counts warps. (The
+/// form that counts threads has two places itself, one for warps that have come apart, which sanitizers
+/// take for different barriers.) Generic in the barrier's number, so that it becomes part of the crate that
+/// calls it: modules of PTX refer to nothing outside.
+#[inline(never)]
 #[must_use]
-pub fn barrier_max(mine: u32) -> u32 {
+pub fn barrier_max<const ID: u32>(mine: u32) -> u32 {
     let all: u32;
     // SAFETY: every thread of the block calls it as often, and all take the branch or none does.
     // Clobbers memory, as a barrier must.
@@ -217,17 +222,19 @@ pub fn barrier_max(mine: u32) -> u32 {
             "{{",
             ".reg .pred %mine, %any, %two, %three;",
             "setp.ne.u32 %mine, {mine}, 0;",
-            "barrier.cta.red.or.pred %any, 0, %mine;",
+            "bar.warp.sync 0xffffffff;",
+            "bar.cta.red.or.pred %any, {id}, %mine;",
             "mov.u32 {all}, 0;",
             "@!%any bra %agreed;",
             "setp.eq.u32 %mine, {mine}, 2;",
-            "barrier.cta.red.or.pred %two, 0, %mine;",
+            "bar.cta.red.or.pred %two, {id}, %mine;",
             "setp.eq.u32 %mine, {mine}, 3;",
-            "barrier.cta.red.or.pred %three, 0, %mine;",
+            "bar.cta.red.or.pred %three, {id}, %mine;",
             "selp.u32 {all}, 2, 1, %two;",
             "selp.u32 {all}, 3, {all}, %three;",
             "%agreed:",
             "}}",
+            id = const ID,
             mine = in(reg32) mine,
             all = out(reg32) all,
             options(nostack),
