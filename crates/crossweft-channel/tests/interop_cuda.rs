@@ -25,8 +25,8 @@ use crossweft_device::program::COUNTER_STRIDE;
 use crossweft_device::semaphore::Semaphore;
 use crossweft_device::{Raw, Stopped, WaitKind};
 use crossweft_hal::cuda::{
-    Argument, Cache, CompileOptions, Context, CudaError, DeviceMemory, Driver, Kernel,
-    MemoryOptions, Module, PinnedMemory, Shape, Stream,
+    Argument, CompileOptions, Context, CudaError, DeviceMemory, Driver, Kernel, MemoryOptions,
+    Module, PinnedMemory, Shape, Stream,
 };
 use crossweft_hal::{Device, Memory};
 use crossweft_kernels::{bench, bench_module};
@@ -81,7 +81,7 @@ impl Gpu {
                 max_registers: Some(crossweft_kernels::MAX_REGISTERS),
                 ..CompileOptions::default()
             };
-            Module::load(&context, name, ptx, &options, &Cache::none()).unwrap()
+            Module::load(&context, name, ptx, &options).unwrap()
         };
         Some(Self {
             cpp: load("interop", &ptx),

@@ -9,8 +9,7 @@ use crossweft_device::program::{Launch, Program};
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::Interrupted;
 use crossweft_hal::cuda::{
-    Argument, Cache, CompileOptions, Context, CudaError, Event, GraphExec, Kernel, Module, Shape,
-    Stream,
+    Argument, CompileOptions, Context, CudaError, Event, GraphExec, Kernel, Module, Shape, Stream,
 };
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::{
@@ -77,12 +76,11 @@ impl CudaLauncher {
         };
         let module = plan_module(dtype, sm).ok_or_else(incapable)?;
         let entry = plan_entry(dtype).ok_or_else(incapable)?;
-        let cache = Cache::from_environment();
         let options = CompileOptions {
             max_registers: Some(MAX_REGISTERS),
             ..CompileOptions::default()
         };
-        let loaded = Module::load(context, module.name, module.ptx, &options, &cache)?;
+        let loaded = Module::load(context, module.name, module.ptx, &options)?;
         let kernel = loaded.kernel(entry)?;
         let most = threads.unwrap_or(MAX_THREADS).clamp(32, MAX_THREADS) / 32 * 32;
         let mut fits = 0;

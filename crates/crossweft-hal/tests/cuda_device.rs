@@ -178,7 +178,7 @@ impl Gpu {
 
     fn module(&self) -> Arc<Module> {
         let options = CompileOptions::default();
-        Module::load(&self.context, "tests", PTX, &options, &Cache::none()).unwrap()
+        Module::load(&self.context, "tests", PTX, &options).unwrap()
     }
 
     fn kernel(&self, name: &str) -> Kernel {
@@ -297,7 +297,7 @@ fn compile_errors_carry_the_log() {
     let gpu = gpu!();
     let text = ".version 7.4\n.target sm_80\n.address_size 64\n.visible .entry k() { wibble; }\n";
     let options = CompileOptions::default();
-    let error = Module::load(&gpu.context, "bad", text, &options, &Cache::none()).unwrap_err();
+    let error = Module::load(&gpu.context, "bad", text, &options).unwrap_err();
     println!("{error}");
     assert!(
         matches!(&error, CudaError::Compile { log, .. } if log.contains("line")),
@@ -310,23 +310,15 @@ fn compile_errors_carry_the_log() {
 }
 
 #[test]
-fn a_warm_start_compiles_nothing() {
+fn what_loading_takes() {
     let gpu = gpu!();
-    let folder = tempfile::tempdir().unwrap();
-    let cache = Cache::at(folder.path());
-    let load = || {
+    for turn in ["first", "second"] {
         let start = Instant::now();
         let options = CompileOptions::default();
-        let module = Module::load(&gpu.context, "tests", PTX, &options, &cache).unwrap();
-        let kernel = module.kernel("add").unwrap();
-        (module.was_cached(), start.elapsed(), kernel)
-    };
-    let (cached, cold, _) = load();
-    assert!(!cached);
-    let (cached, warm, _) = load();
-    assert!(cached);
-    println!("load and touch: cold {cold:?}, warm {warm:?}");
-    assert_eq!(cache.usage().0, 1);
+        let module = Module::load(&gpu.context, "tests", PTX, &options).unwrap();
+        module.kernel("add").unwrap();
+        println!("load and touch, {turn}: {:?}", start.elapsed());
+    }
 }
 
 #[test]
@@ -824,7 +816,7 @@ fn peers_reach_each_other_or_are_said_not_to() {
         .collect();
     let copy = |context: &Arc<Context>| {
         let options = CompileOptions::default();
-        Module::load(context, "probe", PTX, &options, &Cache::none())?.kernel("copy_words")
+        Module::load(context, "probe", PTX, &options)?.kernel("copy_words")
     };
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::at(folder.path());

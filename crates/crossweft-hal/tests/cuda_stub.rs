@@ -387,54 +387,15 @@ fn captures_end_even_when_forgotten() {
 }
 
 #[test]
-fn modules_are_compiled_once() {
+fn what_does_not_compile_says_why() {
     let stub = stub!();
     let context = stub.context();
-    let folder = tempfile::tempdir().unwrap();
-    let cache = Cache::at(folder.path());
-    let load = |ptx: &str, options: &CompileOptions| {
-        Module::load(&context, "a module", ptx, options, &cache)
-    };
+    let load =
+        |ptx: &str, options: &CompileOptions| Module::load(&context, "a module", ptx, options);
     let plain = CompileOptions::default();
     stub.calls();
-    assert!(!load("text", &plain).unwrap().was_cached());
-    let calls = stub.calls();
-    assert!(calls.contains(&"cuLinkComplete".to_owned()));
-    assert!(calls.contains(&"cuLinkDestroy".to_owned()));
-    assert!(load("text", &plain).unwrap().was_cached());
-    assert!(!stub.calls().contains(&"cuLinkCreate_v2".to_owned()));
-    assert_eq!(cache.hits_and_misses(), (1, 1));
-
-    // Everything that the result depends on is part of the key.
-    assert!(!load("other text", &plain).unwrap().was_cached());
-    let fewer = CompileOptions {
-        max_registers: Some(32),
-        ..plain.clone()
-    };
-    assert!(!load("text", &fewer).unwrap().was_cached());
-    stub.set("attribute 76", 1);
-    assert!(!load("text", &plain).unwrap().was_cached());
-    stub.set("attribute 76", 0);
-    assert!(load("text", &plain).unwrap().was_cached());
-    stub.set("version", 13_010);
-    let newer = stub.context();
-    assert!(
-        !Module::load(&newer, "m", "text", &plain, &cache)
-            .unwrap()
-            .was_cached()
-    );
-
-    // A damaged entry, and one that the driver refuses, are compiled anew and mended.
-    for entry in std::fs::read_dir(folder.path()).unwrap() {
-        let path = entry.unwrap().path();
-        let bytes = std::fs::read(&path).unwrap();
-        std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-    }
-    assert!(!load("text", &plain).unwrap().was_cached());
-    assert!(load("text", &plain).unwrap().was_cached());
-    stub.fail("cuModuleLoadData", 200);
-    assert!(!load("text", &plain).unwrap().was_cached());
-
+    load("text", &plain).unwrap();
+    assert!(stub.calls().contains(&"cuModuleLoadDataEx".to_owned()));
     let error = load("nonsense", &plain).unwrap_err();
     assert!(matches!(error, CudaError::Compile { .. }), "{error}");
     assert!(
@@ -443,16 +404,21 @@ fn modules_are_compiled_once() {
     );
     assert!(error.to_string().contains("a module"), "{error}");
     assert!(load("a\0b", &plain).is_err());
-    // Nothing is kept of what fails, and without a directory of anything.
-    stub.fail("cuModuleLoadData", 200);
-    assert!(load("third text", &plain).is_err());
-    assert!(!load("third text", &plain).unwrap().was_cached());
-    let none = Cache::none();
-    assert!(
-        !Module::load(&context, "m", "text", &plain, &none)
-            .unwrap()
-            .was_cached()
-    );
+    // Without a word from the compiler, the code still tells what it is about; others are others.
+    stub.fail("cuModuleLoadDataEx", 200);
+    assert!(matches!(
+        load("text", &plain),
+        Err(CudaError::Compile { .. })
+    ));
+    stub.fail("cuModuleLoadDataEx", 2);
+    assert!(matches!(
+        load("text", &plain),
+        Err(CudaError::OutOfMemory { .. })
+    ));
+    // SAFETY: the stub only looks at the first bytes.
+    let cubin = |bytes: &[u8]| unsafe { Module::load_cubin(&context, "m", bytes) };
+    assert!(cubin(b"cubin of something").is_ok());
+    assert!(cubin(b"something else").is_err());
 }
 
 #[test]
@@ -460,7 +426,7 @@ fn kernels_are_touched_before_they_are_launched() {
     let stub = stub!();
     let context = stub.context();
     let options = CompileOptions::default();
-    let module = Module::load(&context, "m", "text", &options, &Cache::none()).unwrap();
+    let module = Module::load(&context, "m", "text", &options).unwrap();
     assert!(matches!(
         module.kernel("absent"),
         Err(CudaError::UnknownKernel { .. })
@@ -899,7 +865,7 @@ fn detection_says_what_is_used_and_why_not() {
             .why
             .contains("CROSSWEFT_MULTICAST=1")
     );
-    assert!(!feature("cache of compiled kernels").used);
+    assert!(!feature("cache of what was probed").used);
     assert!(
         detection
             .features

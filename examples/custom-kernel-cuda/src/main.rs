@@ -18,7 +18,7 @@ use crossweft_channel::{KernelGuard, MemoryChannel};
 use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, run_in_threads_on};
 use crossweft_device::channel;
 use crossweft_hal::cuda::{
-    Argument, Cache, CompileOptions, Context, CudaError, Driver, Module, Shape, Stream,
+    Argument, CompileOptions, Context, CudaError, Driver, Module, Shape, Stream,
 };
 use crossweft_hal::{Device, HalError};
 
@@ -98,7 +98,7 @@ fn run(communicator: &Communicator, ptx: &str) -> Result<usize, CollectiveError>
         *handle = channel.handle();
     }
     let options = CompileOptions::default();
-    let module = Module::load(context, "kernel.cu", ptx, &options, &Cache::none()).map_err(hal)?;
+    let module = Module::load(context, "kernel.cu", ptx, &options).map_err(hal)?;
     let kernel = module.kernel("exchange_add").map_err(hal)?;
     let stream = Stream::new(context).map_err(hal)?;
     let guard = KernelGuard::new(context).map_err(hal)?;

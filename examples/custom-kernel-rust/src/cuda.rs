@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crossweft_channel::{ImageBuilder, KernelGuard};
 use crossweft_collective::CollectiveError;
 use crossweft_hal::cuda::{
-    Argument, Cache, CompileOptions, Context, CudaError, Driver, Module, Shape, Stream,
+    Argument, CompileOptions, Context, CudaError, Driver, Module, Shape, Stream,
 };
 use crossweft_hal::{Device, HalError};
 use crossweft_kernels::{MIN_SM, bench, bench_module};
@@ -34,8 +34,7 @@ pub(crate) fn run(prepared: &Rank<'_>, context: &Arc<Context>) -> Result<(), Col
         max_registers: Some(crossweft_kernels::MAX_REGISTERS),
         ..CompileOptions::default()
     };
-    let cache = Cache::from_environment();
-    let loaded = Module::load(context, module.name, module.ptx, &options, &cache).map_err(hal)?;
+    let loaded = Module::load(context, module.name, module.ptx, &options).map_err(hal)?;
     let kernel = loaded.kernel(bench::EXCHANGE_ADD).map_err(hal)?;
     let stream = Stream::new(context).map_err(hal)?;
     let guard = KernelGuard::new(context).map_err(hal)?;

@@ -175,9 +175,9 @@ fn features(
             },
         },
         feature(
-            "cache of compiled kernels",
+            "cache of what was probed",
             cached,
-            "compiled once, then loaded from disk",
+            "peers are probed once; compiled kernels are in the driver's own cache",
             "off: neither a home nor CROSSWEFT_CACHE_DIR is set, or that is empty",
         ),
     ]

@@ -1,15 +1,14 @@
-//! Modules: PTX, compiled by the driver and kept as cubin, and the kernels in them.
+//! Modules: PTX, compiled by the driver, and the kernels in them.
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::cache::{Cache, Key};
 use super::context::Context;
 use super::driver::Driver;
 use super::error::CudaError;
 use super::stream::Stream;
-use super::sys::{self, CuFunction, CuLink, CuModule, DeviceAttribute, FunctionAttribute, jit};
+use super::sys::{self, CuFunction, CuModule, DeviceAttribute, FunctionAttribute, jit};
 
 /// How PTX is compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,12 +37,14 @@ pub struct Module {
     context: Arc<Context>,
     raw: CuModule,
     name: String,
-    cached: bool,
 }
 
 impl Module {
-    /// Loads PTX: compiled by an earlier run if `cache` has that, else by the driver now. `name`
-    /// is for messages. Blocks: a few ms if cached, else 10 ms to seconds.
+    /// Loads PTX, compiled by the driver. `name` is for messages. Blocks: 10 ms to seconds where it has to
+    /// be compiled, a millisecond or so where the driver has it in its own cache on disk.
+    ///
+    /// Compiled as a whole: by way of the driver's linker, which would give the code to keep, functions
+    /// are compiled apart from the kernels that call them, and those took 3 us longer for each launch.
     ///
     /// # Errors
     /// [`CudaError::Compile`] with the compiler's words, [`CudaError::OutOfMemory`],
@@ -53,48 +54,89 @@ impl Module {
         name: &str,
         ptx: &str,
         options: &CompileOptions,
-        cache: &Cache,
     ) -> Result<Arc<Self>, CudaError> {
-        let key = key(context, ptx, options)?;
-        if let Some(cubin) = cache.load(&key) {
-            match Self::from_cubin(context, name, &cubin, true) {
-                Err(error) if !error.is_context_lost() => {
-                    tracing::debug!(module = name, %error, "compiling anew: the cached one fails");
-                }
-                other => return other,
-            }
+        let invalid = |what: &'static str, log: String| CudaError::Compile {
+            module: name.to_owned(),
+            device: context.ordinal(),
+            name: what,
+            log,
+        };
+        let text = CString::new(ptx).map_err(|error| invalid("not text", error.to_string()))?;
+        let mut errors = vec![0_u8; LOG_BYTES];
+        // Numbers are passed as if they were pointers.
+        let number = |value: usize| std::ptr::without_provenance_mut::<c_void>(value);
+        let mut settings = vec![
+            (jit::ERROR_LOG, errors.as_mut_ptr().cast()),
+            (jit::ERROR_LOG_BYTES, number(LOG_BYTES)),
+            (jit::OPTIMIZATION, number(options.optimization as usize)),
+        ];
+        if let Some(registers) = options.max_registers {
+            settings.push((jit::MAX_REGISTERS, number(registers as usize)));
         }
-        let cubin = compile(context, name, ptx, options)?;
-        let module = Self::from_cubin(context, name, &cubin, false)?;
-        // Only what loads is worth keeping.
-        cache.store(&key, &cubin);
-        Ok(module)
+        if options.line_info {
+            settings.push((jit::LINE_INFO, number(1)));
+        }
+        let (mut names, mut values): (Vec<c_int>, Vec<*mut c_void>) = settings.into_iter().unzip();
+        let mut raw = CuModule::NULL;
+        let loaded = context.run(|driver| {
+            // SAFETY: a valid place for the answer; the text ends with a null; as many names as values;
+            // the log outlives the call.
+            unsafe {
+                driver.cuModuleLoadDataEx(
+                    &raw mut raw,
+                    text.as_ptr().cast(),
+                    names.len() as c_uint,
+                    names.as_mut_ptr(),
+                    values.as_mut_ptr(),
+                )
+            }
+        });
+        let log = log_text(&errors);
+        loaded.map_err(|error| match error {
+            CudaError::Call {
+                code,
+                name: what,
+                advice,
+                ..
+            } if !log.is_empty() || is_about_code(code) => invalid(
+                what,
+                match log {
+                    log if log.is_empty() => advice.to_owned(),
+                    log => log,
+                },
+            ),
+            other => other,
+        })?;
+        Ok(Self::of(context, name, raw))
     }
 
-    fn from_cubin(
-        context: &Arc<Context>,
-        name: &str,
-        cubin: &[u8],
-        cached: bool,
-    ) -> Result<Arc<Self>, CudaError> {
-        let mut raw = CuModule::NULL;
-        context.run(|driver| {
-            // SAFETY: a valid place for the answer. The image is whole (it came from the compiler,
-            // directly or by a file with a checksum); the driver copies it.
-            unsafe { driver.cuModuleLoadData(&raw mut raw, cubin.as_ptr().cast()) }
-        })?;
-        Ok(Arc::new(Self {
+    fn of(context: &Arc<Context>, name: &str, raw: CuModule) -> Arc<Self> {
+        Arc::new(Self {
             context: Arc::clone(context),
             raw,
             name: name.to_owned(),
-            cached,
-        }))
+        })
     }
 
-    /// Whether it was compiled by an earlier run.
-    #[must_use]
-    pub fn was_cached(&self) -> bool {
-        self.cached
+    /// Loads what was compiled elsewhere, by `nvcc -cubin` or `ptxas` for this very architecture. `name` is
+    /// for messages.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] if it is no code for this device, [`CudaError::OutOfMemory`].
+    ///
+    /// # Safety
+    /// The bytes must be a whole cubin: the driver believes the sizes in it.
+    pub unsafe fn load_cubin(
+        context: &Arc<Context>,
+        name: &str,
+        cubin: &[u8],
+    ) -> Result<Arc<Self>, CudaError> {
+        let mut raw = CuModule::NULL;
+        context.run(|driver| {
+            // SAFETY: a valid place for the answer; the caller vouches for the image, which is copied.
+            unsafe { driver.cuModuleLoadData(&raw mut raw, cubin.as_ptr().cast()) }
+        })?;
+        Ok(Self::of(context, name, raw))
     }
 
     /// A kernel of it, on the device and ready: launching it loads nothing, which with the
@@ -138,120 +180,8 @@ impl Drop for Module {
     }
 }
 
-/// Everything that the result of compiling depends on.
-fn key(context: &Context, ptx: &str, options: &CompileOptions) -> Result<Key, CudaError> {
-    let device = context.device();
-    let (major, minor) = (
-        device.attribute(DeviceAttribute::ComputeMajor)?,
-        device.attribute(DeviceAttribute::ComputeMinor)?,
-    );
-    let target = format!("sm_{major}{minor}");
-    let driver = context.driver();
-    let version = driver.version().to_string();
-    let parts = [
-        target.as_bytes(),
-        version.as_bytes(),
-        driver.build().as_bytes(),
-        &format!("{options:?}").into_bytes(),
-        ptx.as_bytes(),
-    ];
-    Ok(Key::new(&target, &parts))
-}
-
 /// Room for what the compiler has to say.
 const LOG_BYTES: usize = 16 << 10;
-
-fn compile(
-    context: &Context,
-    name: &str,
-    ptx: &str,
-    options: &CompileOptions,
-) -> Result<Vec<u8>, CudaError> {
-    /// Ends what was begun, whatever happens between.
-    struct Link<'a>(&'a Driver, CuLink);
-    impl Drop for Link<'_> {
-        fn drop(&mut self) {
-            // SAFETY: made below, and dropped once. It never fails for a link that lives.
-            let _ = unsafe { self.0.cuLinkDestroy(self.1) };
-        }
-    }
-
-    let invalid = |log: String| CudaError::Compile {
-        module: name.to_owned(),
-        device: context.ordinal(),
-        name: "not text",
-        log,
-    };
-    let text = CString::new(ptx).map_err(|error| invalid(error.to_string()))?;
-    let (mut info, mut errors) = (vec![0_u8; LOG_BYTES], vec![0_u8; LOG_BYTES]);
-    // Numbers are passed as if they were pointers.
-    let number = |value: usize| std::ptr::without_provenance_mut::<c_void>(value);
-    let mut settings = vec![
-        (jit::INFO_LOG, info.as_mut_ptr().cast()),
-        (jit::INFO_LOG_BYTES, number(LOG_BYTES)),
-        (jit::ERROR_LOG, errors.as_mut_ptr().cast()),
-        (jit::ERROR_LOG_BYTES, number(LOG_BYTES)),
-        (jit::OPTIMIZATION, number(options.optimization as usize)),
-    ];
-    if let Some(registers) = options.max_registers {
-        settings.push((jit::MAX_REGISTERS, number(registers as usize)));
-    }
-    if options.line_info {
-        settings.push((jit::LINE_INFO, number(1)));
-    }
-    let (mut names, mut values): (Vec<c_int>, Vec<*mut c_void>) = settings.into_iter().unzip();
-
-    let compiled = context.run(|driver| {
-        let mut link = CuLink::NULL;
-        // SAFETY: as many names as values; the logs and both lists outlive the link.
-        unsafe {
-            driver.cuLinkCreate_v2(
-                names.len() as c_uint,
-                names.as_mut_ptr(),
-                values.as_mut_ptr(),
-                &raw mut link,
-            )?;
-        }
-        let link = Link(driver, link);
-        let bytes = text.as_bytes_with_nul();
-        // SAFETY: the text ends with a null, which the size counts, and is only read.
-        unsafe {
-            driver.cuLinkAddData_v2(
-                link.1,
-                jit::INPUT_PTX,
-                bytes.as_ptr().cast_mut().cast(),
-                bytes.len(),
-                c"crossweft.ptx".as_ptr(),
-                0,
-                std::ptr::null_mut(),
-                std::ptr::null_mut(),
-            )?;
-        }
-        let (mut cubin, mut length) = (std::ptr::null_mut(), 0);
-        // SAFETY: valid places for the answers.
-        unsafe { driver.cuLinkComplete(link.1, &raw mut cubin, &raw mut length)? };
-        // SAFETY: the driver's own memory, which it keeps until the link is destroyed.
-        Ok(unsafe { std::slice::from_raw_parts(cubin.cast::<u8>(), length) }.to_vec())
-    });
-    let log = log_text(&errors);
-    compiled.map_err(|error| match error {
-        CudaError::Call {
-            code,
-            name: what,
-            advice,
-            ..
-        } if !log.is_empty() || is_about_code(code) => CudaError::Compile {
-            module: name.to_owned(),
-            device: context.ordinal(),
-            name: what,
-            log: match log {
-                log if log.is_empty() => advice.to_owned(),
-                log => log,
-            },
-        },
-        other => other,
-    })
-}
 
 /// Whether an error speaks of what was to be compiled, or of the compiler.
 fn is_about_code(code: u32) -> bool {

@@ -37,7 +37,7 @@ macro_rules! handles {
     )*};
 }
 
-handles! { CuContext CuStream CuEvent CuModule CuFunction CuGraph CuGraphExec CuLink }
+handles! { CuContext CuStream CuEvent CuModule CuFunction CuGraph CuGraphExec }
 
 pub(super) const SUCCESS: Code = 0;
 pub(super) const INVALID_VALUE: Code = 1;
@@ -129,14 +129,11 @@ pub(super) const IPC_LAZY_PEER_ACCESS: c_uint = 1;
 pub(super) mod jit {
     use std::ffi::c_int;
 
-    pub(in super::super) const INFO_LOG: c_int = 3;
-    pub(in super::super) const INFO_LOG_BYTES: c_int = 4;
     pub(in super::super) const ERROR_LOG: c_int = 5;
     pub(in super::super) const ERROR_LOG_BYTES: c_int = 6;
     pub(in super::super) const MAX_REGISTERS: c_int = 0;
     pub(in super::super) const OPTIMIZATION: c_int = 7;
     pub(in super::super) const LINE_INFO: c_int = 13;
-    pub(in super::super) const INPUT_PTX: c_int = 1;
 }
 
 #[repr(C)]
@@ -258,16 +255,10 @@ symbols! {
     fn cuGraphDestroy(graph: CuGraph);
     fn cuGraphGetNodes(graph: CuGraph, nodes: *mut *mut c_void, count: *mut usize);
 
-    fn cuLinkCreate_v2(
-        count: c_uint, options: *mut c_int, values: *mut *mut c_void, link: *mut CuLink
+    fn cuModuleLoadDataEx(
+        module: *mut CuModule, image: *const c_void, count: c_uint, options: *mut c_int,
+        values: *mut *mut c_void
     );
-    fn cuLinkAddData_v2(
-        link: CuLink, kind: c_int, data: *mut c_void, bytes: usize, name: *const c_char,
-        count: c_uint, options: *mut c_int, values: *mut *mut c_void
-    );
-    fn cuLinkComplete(link: CuLink, cubin: *mut *mut c_void, bytes: *mut usize);
-    fn cuLinkDestroy(link: CuLink);
-
     fn cuModuleLoadData(module: *mut CuModule, image: *const c_void);
     fn cuModuleUnload(module: CuModule);
     fn cuModuleGetFunction(function: *mut CuFunction, module: CuModule, name: *const c_char);
@@ -398,7 +389,7 @@ mod tests {
         match declared {
             pointer if pointer.starts_with('*') => "pointer",
             "CuContext" | "CuStream" | "CuEvent" | "CuModule" | "CuFunction" | "CuGraph"
-            | "CuGraphExec" | "CuLink" => "pointer",
+            | "CuGraphExec" => "pointer",
             "usize" | "c_ulonglong" | "CuPointer" | "CuMemory" => "8 bytes",
             "u8" => "1 byte",
             "Opaque64" => "64 bytes",

@@ -190,7 +190,6 @@ succeed! {
     cuGraphLaunch(Handle, Handle);
     cuGraphExecDestroy(Handle);
     cuGraphDestroy(Handle);
-    cuLinkDestroy(Handle);
     cuModuleUnload(Handle);
     cuFuncSetAttribute(Handle, c_int, c_int);
     cuLaunchKernel(
@@ -323,33 +322,21 @@ driver! {
         0
     }
 
-    fn cuLinkCreate_v2(
-        count: c_uint, options: *mut c_int, values: *mut usize, link: *mut usize
+    fn cuModuleLoadDataEx(
+        module: *mut usize, image: *const c_char, count: c_uint, options: *mut c_int,
+        values: *mut usize
     ) |state| {
         let find = |wanted| (0..count as usize).find(|&i| *options.add(i) == wanted);
-        state.log = find(5).zip(find(6)).map(|(log, bytes)| (*values.add(log), *values.add(bytes)));
-        *link = state.handle();
-        0
-    }
-    fn cuLinkAddData_v2(
-        link: Handle, kind: c_int, data: *mut u8, bytes: usize, name: *const c_char,
-        count: c_uint, options: *mut c_int, values: *mut Handle
-    ) |state| {
-        state.source = std::slice::from_raw_parts(data, bytes).to_vec();
-        if state.source.starts_with(b"nonsense")
-            && let Some((log, bytes)) = state.log
-        {
-            let words = b"line 1: unknown word\0";
-            let place = std::ptr::with_exposed_provenance_mut(log);
-            std::ptr::copy_nonoverlapping(words.as_ptr(), place, words.len().min(bytes));
+        if text(image).starts_with("nonsense") {
+            if let Some((log, bytes)) = find(5).zip(find(6)) {
+                let words = b"line 1: unknown word\0";
+                let place = std::ptr::with_exposed_provenance_mut(*values.add(log));
+                let bytes = words.len().min(*values.add(bytes));
+                std::ptr::copy_nonoverlapping(words.as_ptr(), place, bytes);
+            }
             return INVALID_PTX;
         }
-        0
-    }
-    fn cuLinkComplete(link: Handle, cubin: *mut *mut u8, bytes: *mut usize) |state| {
-        state.cubin = [b"cubin of ", &*state.source].concat();
-        *cubin = state.cubin.as_mut_ptr();
-        *bytes = state.cubin.len();
+        *module = state.handle();
         0
     }
     fn cuModuleLoadData(module: *mut usize, image: *const u8) |state| {
