@@ -2,6 +2,7 @@
 `crossweft bench all-reduce` measures. Started by torchrun; rank 0 prints one JSON object."""
 
 import json
+import os
 import sys
 import time
 
@@ -29,6 +30,8 @@ def main():
         from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 
         version = f"DeepSpeed {deepspeed.__version__} SHM"
+        # Read by the op, and set by DeepSpeed's launcher but not by torchrun.
+        os.environ.setdefault("LOCAL_SIZE", str(world))
         op = ShareMemCommBuilder().load()
         op.initialize(world, rank)
 

@@ -3,7 +3,7 @@
 its own: bf16 sums in a CUDA graph of many calls, one call ahead to line the ranks up, the slowest rank of
 each replay, median and least over the replays; microseconds.
 
-  torchrun --nproc-per-node 2 benches/gpu/torch_allreduce.py [--max BYTES] [--factor N]
+  torchrun --nproc-per-node 2 -- benches/gpu/torch_allreduce.py [--max BYTES] [--factor N]
 
 Prints a JSON object. NVLink multicast is not used: set NCCL_NVLS_ENABLE=0 and
 TORCH_SYMM_MEM_DISABLE_MULTICAST=1, or the figures are of something else.
@@ -53,7 +53,7 @@ def measure(call, calls):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--min", type=int, default=1024)
-    parser.add_argument("--max", type=int, default=1 << 28)
+    parser.add_argument("--max", type=int, default=1 << 26)
     parser.add_argument("--factor", type=int, default=4)
     options = parser.parse_args()
     rank = int(os.environ["RANK"])

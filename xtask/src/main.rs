@@ -3,6 +3,7 @@
 
 mod conformance;
 mod cuda;
+mod gpu;
 mod header;
 mod kernels;
 
@@ -20,6 +21,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
           check and run every plan file below DIR
   kernels [--check]
           compile the GPU kernels to PTX; or check the PTX that is committed
+  gpu [--here]
+          bundle the GPU suite for a machine without Rust, in target/gpu-bundle; or run it here too
   header  compile the CUDA C++ header with its tests and examples, by nvcc and NVRTC
 ";
 
@@ -32,6 +35,8 @@ fn main() -> ExitCode {
         ["lint"] => lint(),
         ["kernels"] => kernels::build(),
         ["kernels", "--check"] => kernels::check(),
+        ["gpu"] => gpu::bundle(false),
+        ["gpu", "--here"] => gpu::bundle(true),
         ["header"] => header::check(),
         ["conformance", folder] => conformance::run(folder),
         ["ci"] => test().and_then(|()| lint()),

@@ -13,6 +13,7 @@ use crossweft_collective::{
 use crossweft_executor::{Buffers, Options, Prepared, Together};
 use crossweft_hal::cuda::{Context, Driver};
 use crossweft_hal::{Device, Memory};
+use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
 use crossweft_verify::{Pattern, fill};
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -175,15 +176,28 @@ fn doubling(
     Ok((communicator.all_reduce(options)?, buffer))
 }
 
+/// A second communicator of the same ranks.
+fn another(first: &Communicator, device: &Device) -> Result<Communicator, CollectiveError> {
+    let rendezvous = match first.rank() {
+        0 => Some(Rendezvous::start(&RendezvousOptions::default())?),
+        _ => None,
+    };
+    let id = rendezvous.as_ref().map(|r| r.unique_id().to_string());
+    let ids = first.all_gather_bytes(id.unwrap_or_default().as_bytes())?;
+    let id = String::from_utf8_lossy(&ids[0]).parse().unwrap();
+    let join = JoinOptions::default();
+    let group = Group::join(&id, first.rank(), first.world_size(), &join)?;
+    Communicator::on(device.clone(), Arc::new(group), options(20))
+}
+
 #[test]
 fn a_thousand_replays_of_two_communicators_on_two_streams() {
     let device = device!();
-    let second = on(&device, 2, |_| Ok(()));
-    drop(second);
     on(&device, 2, |first| {
-        // Two prepared all-reduces, each with its own stream, graph and epochs.
+        // Two communicators, each with an all-reduce of its own stream, graph and epochs.
+        let second = &another(first, &device)?;
         let (small, small_buffer) = doubling(first, 4096, Algorithm::OneShot, 2)?;
-        let (large, large_buffer) = doubling(first, 1 << 20, Algorithm::TwoShot, 8)?;
+        let (large, large_buffer) = doubling(second, 1 << 20, Algorithm::TwoShot, 8)?;
         let (small_graph, large_graph) = (
             small.record_symmetric(0, 0, 4096, 9)?,
             large.record_symmetric(0, 0, 1 << 20, 9)?,

@@ -55,6 +55,11 @@ struct Cache {
 }
 
 impl Cuda {
+    /// Number of devices that ranks can compute on.
+    pub(super) fn usable(&self) -> usize {
+        self.devices.len()
+    }
+
     /// Asks the driver of this machine, if there is one.
     pub(super) fn inspect() -> Self {
         Self::of(&cuda::detect())

@@ -78,7 +78,10 @@ fn inspect_as(root: &Path, process: Process) -> Report {
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
         used: Used {
-            device: "cpu",
+            device: match process.cuda.usable() {
+                n if n >= DEFAULT_RANKS as usize => "cuda",
+                _ => "cpu",
+            },
             ranks: DEFAULT_RANKS,
             transport: "shared memory (memfd)",
             bootstrap: "loopback",
@@ -115,7 +118,15 @@ pub(crate) fn render(report: &Report) -> String {
     page.section("What would be used");
     page.row(
         "device",
-        &format!("{} (the only device of this version)", used.device),
+        &format!(
+            "{} ({})",
+            used.device,
+            match report.cuda.usable() {
+                0 => "there is no CUDA device to use".to_owned(),
+                1 => "one GPU for two ranks: they share it with --device cuda".to_owned(),
+                n => format!("{n} GPUs, one for each rank"),
+            }
+        ),
     );
     page.row("ranks", &format!("{} unless told otherwise", used.ranks));
     page.row("transport", used.transport);

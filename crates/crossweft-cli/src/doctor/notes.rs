@@ -55,16 +55,6 @@ pub(super) fn notes(report: &Report) -> Vec<Note> {
             "Use small messages and few ranks, or free memory.",
         );
     }
-    if !gpu
-        .devices
-        .iter()
-        .all(|device| matches!(device.maker, Maker::Other | Maker::Intel))
-    {
-        note(
-            "A GPU was found. This version runs on the CPU device and does not use it.".into(),
-            "Nothing: results are the same. GPU tensors must be copied to the host.",
-        );
-    }
     if gpu.made_by(Maker::Nvidia) > 0 {
         nvidia_notes(gpu, &mut note);
     }

@@ -1,0 +1,169 @@
+//! What a machine with a GPU runs: a bundle of test programs that needs neither Rust nor this tree, and a
+//! script that runs them and writes down what happened.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::cuda::{printed, root, run};
+
+/// Packages and tests that have something to do on a GPU; each is skipped, and says so, without one.
+const TESTS: &[(&str, &str)] = &[
+    ("crossweft-hal", "cuda_device"),
+    ("crossweft-channel", "interop_cuda"),
+    ("crossweft-collective", "cuda"),
+    ("crossweft-collective", "cuda_speed"),
+];
+/// Programs that go with them.
+const PROGRAMS: &[&str] = &["crossweft-cli", "custom-kernel-cuda", "custom-kernel-rust"];
+/// What `cargo xtask header` leaves in `target/header`.
+const PTX: &[&str] = &["interop.ptx", "kernel.ptx"];
+
+/// Builds `target/gpu-bundle`. With `here`, runs it on this machine.
+pub(crate) fn bundle(here: bool) -> Result<(), String> {
+    let bundle = root().join("target/gpu-bundle");
+    let failed = |what: &Path| {
+        let what = what.display().to_string();
+        move |error: std::io::Error| format!("xtask: {what}: {error}")
+    };
+    if bundle.exists() {
+        fs::remove_dir_all(&bundle).map_err(failed(&bundle))?;
+    }
+    fs::create_dir_all(&bundle).map_err(failed(&bundle))?;
+    // The kernels in CUDA C++; without its compilers their tests say that they are skipped.
+    match crate::header::check() {
+        Ok(()) => {}
+        Err(message) => eprintln!("xtask: without the kernels in CUDA C++: {message}"),
+    }
+    for ptx in PTX {
+        let from = root().join("target/header").join(ptx);
+        if from.exists() {
+            fs::copy(&from, bundle.join(ptx)).map_err(failed(&from))?;
+        }
+    }
+    for &(package, test) in TESTS {
+        let program = test_program(package, test)?;
+        install(&program, &bundle.join(test))?;
+    }
+    for package in PROGRAMS {
+        let mut build = cargo();
+        run(build.args(["build", "--release", "--package", package]))?;
+        let name = if *package == "crossweft-cli" {
+            "crossweft"
+        } else {
+            package
+        };
+        install(
+            &root().join("target/release").join(name),
+            &bundle.join(name),
+        )?;
+    }
+    let script = bundle.join("run.sh");
+    fs::write(&script, SCRIPT).map_err(failed(&script))?;
+    eprintln!(
+        "xtask: copy {} to a machine with a GPU and run `bash run.sh [FOLDER OF PLANS]` in it",
+        bundle.display()
+    );
+    if here {
+        let mut suite = Command::new("bash");
+        let status = suite.arg("run.sh").current_dir(&bundle).status();
+        let status = status.map_err(|error| format!("xtask: bash: {error}"))?;
+        if !status.success() {
+            return Err("xtask: the GPU suite failed; see target/gpu-bundle/results".to_owned());
+        }
+    }
+    Ok(())
+}
+
+fn cargo() -> Command {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.current_dir(root());
+    cargo
+}
+
+/// Builds a test and says where its program is.
+fn test_program(package: &str, test: &str) -> Result<PathBuf, String> {
+    let mut build = cargo();
+    build.args(["test", "--release", "--no-run", "--message-format=json"]);
+    let output = run(build.args(["--package", package, "--test", test]))?;
+    // One JSON object a line; the one of this test names its program.
+    let of_test = |line: &&str| line.contains(&format!("\"name\":\"{test}\""));
+    let text = printed(&output);
+    let program = text
+        .lines()
+        .filter(of_test)
+        .filter_map(|line| line.split("\"executable\":\"").nth(1))
+        .filter_map(|rest| rest.split('"').next())
+        .next_back();
+    program
+        .map(PathBuf::from)
+        .ok_or_else(|| format!("xtask: cargo did not say where the test {test} is"))
+}
+
+/// Copies a program without what only debuggers read, if there is `strip`.
+fn install(from: &Path, to: &Path) -> Result<(), String> {
+    fs::copy(from, to).map_err(|error| format!("xtask: {}: {error}", from.display()))?;
+    // Without it the bundle is larger, no more.
+    let _ = Command::new("strip").arg(to).status();
+    Ok(())
+}
+
+/// Runs everything on a machine with a GPU, one after another. Results: `results/suite.json` and what each
+/// printed.
+const SCRIPT: &str = r#"#!/usr/bin/env bash
+# Runs the GPU suite and writes results/suite.json: what ran, on what, how it ended, in how many seconds.
+# usage: bash run.sh [FOLDER OF PLAN FILES]
+set -u
+cd "$(dirname "$0")"
+# Ranks share the GPU: each needs a hardware queue of its own. NVLink multicast is left alone.
+export CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
+export TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+unset CROSSWEFT_MULTICAST
+[ -e interop.ptx ] && export CROSSWEFT_INTEROP_PTX=$PWD/interop.ptx
+mkdir -p results
+failures=0
+rows=""
+step() { # name, seconds it may take, command
+    local name=$1 limit=$2 begin end outcome
+    shift 2
+    begin=$(date +%s)
+    if timeout "$limit" "$@" > "results/$name.txt" 2>&1; then outcome=ok; else outcome="exit $?"; failures=$((failures + 1)); fi
+    if [ "$outcome" = ok ] && grep -q 'skipped: ' "results/$name.txt"; then outcome=skipped; fi
+    end=$(date +%s)
+    printf '%-24s %-10s %4d s\n' "$name" "$outcome" $((end - begin))
+    rows="$rows${rows:+,}
+    {\"name\": \"$name\", \"outcome\": \"$outcome\", \"seconds\": $((end - begin))}"
+}
+step doctor 60 ./crossweft doctor
+for test in cuda_device interop_cuda cuda; do
+    step "$test" 600 "./$test" --nocapture --test-threads 1
+done
+step cuda_speed 300 ./cuda_speed --nocapture --test-threads 1
+if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1; then
+    for ranks in 2 4 8; do
+        step "bench_$ranks" 300 ./crossweft bench all-reduce --device cuda --threads --ranks $ranks --max 4M --dtype bf16
+    done
+    step custom-kernel-rust 60 ./custom-kernel-rust cuda
+    [ -e kernel.ptx ] && step custom-kernel-cuda 60 ./custom-kernel-cuda kernel.ptx
+    if [ $# -gt 0 ]; then
+        for plan in $(find "$1" -name '*.json' | sort); do
+            # Those that the checker refuses are not for running.
+            ./crossweft plan check "$plan" > /dev/null 2>&1 || continue
+            step "plan_$(basename "$plan" .json)" 120 ./crossweft plan run "$plan" --threads --device cuda --timeout 60
+        done
+    fi
+    if command -v compute-sanitizer > /dev/null; then
+        for tool in memcheck synccheck racecheck; do
+            step "sanitizer_$tool" 300 compute-sanitizer --error-exitcode 9 --tool $tool ./cuda together --test-threads 1
+        done
+    fi
+else
+    echo "no usable CUDA device: the rest is left out"
+fi
+gpu=$(sed -n 's/^ *device 0 *//p' results/doctor.txt | head -1)
+driver=$(sed -n 's/^ *driver *\(CUDA.*\)/\1/p' results/doctor.txt | head -1)
+printf '{"date": "%s", "device": "%s", "driver": "%s", "failures": %d, "steps": [%s\n]}\n' \
+    "$(date -u +%F)" "${gpu%,*}" "$driver" "$failures" "$rows" > results/suite.json
+echo "$failures failed; results/suite.json"
+[ "$failures" = 0 ]
+"#;
