@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crossweft_hal::cpu::SharedMemory;
 
-use crate::shared::{LINE, words};
+use crate::shared::{LINE, Words, words};
 
 /// Lines of a board. Plans beyond share them: a message is then about the wrong one of two plans.
 const LINES: u32 = 64;
@@ -69,19 +69,19 @@ impl Board {
     /// Notes in `own`, this rank's board at `offset` of its control memory, that call number `begun` of
     /// plan `number` begins.
     pub(crate) fn begin(own: &SharedMemory, offset: u64, number: u32, begun: u64, bytes: u64) {
-        let line = words(own, offset + u64::from(number % LINES) * LINE);
+        let line = line(own, offset, number);
         line.store(BYTES, bytes);
         line.store(CALLS, begun << 1 | 1);
     }
 
     /// Notes that it has ended.
     pub(crate) fn end(own: &SharedMemory, offset: u64, number: u32, begun: u64) {
-        words(own, offset + u64::from(number % LINES) * LINE).store(CALLS, begun << 1);
+        line(own, offset, number).store(CALLS, begun << 1);
     }
 
     /// The call of plan `number` on the board at `offset` of `memory`.
     pub(crate) fn call(memory: &SharedMemory, offset: u64, number: u32) -> Call {
-        let line = words(memory, offset + u64::from(number % LINES) * LINE);
+        let line = line(memory, offset, number);
         let calls = line.load(CALLS);
         Call {
             plan: number,
@@ -102,6 +102,11 @@ impl Board {
                 ..call
             })
     }
+}
+
+/// Plan `number`'s line of the board at `offset` of `memory`.
+fn line(memory: &SharedMemory, offset: u64, number: u32) -> Words<'_> {
+    words(memory, offset + u64::from(number % LINES) * LINE)
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! One rank's end of a job.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::convert::identity;
+use std::fmt::Display;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -86,14 +88,14 @@ impl Endpoint {
         deadline: Instant,
     ) -> Result<Arc<Self>, ChannelError> {
         let what = "setting up the endpoints";
-        let sharers = sharers(&group, &device, what, deadline)?;
+        let (sharers, cores) = place(&group, &device, what, deadline)?;
         // The first bell is this rank's, the second stands in for ranks that cannot be woken.
         let control =
             SharedMemory::create(BOARD + Board::SIZE).map_err(ChannelError::memory(what))?;
         let own_rank = group.rank();
         let control = Memory::Cpu(control);
         let mapped = share(&group, &Device::Cpu, (0, &control), what, deadline);
-        let mapped = settle(&group, mapped, what, deadline);
+        let mapped = settle(&group, mapped, what, deadline, identity);
         group.withdraw_fd(0);
         let (_, mapped) = mapped?;
 
@@ -117,7 +119,6 @@ impl Endpoint {
             .collect();
         let mut memory = mapped;
         memory[own_rank as usize] = Some(control);
-        let cores = local_cores(&group, &exchange(&group, &cores(), what, deadline)?);
         let bells = Bells { all, own, memory };
         Ok(Arc::new(Self {
             group,
@@ -188,7 +189,7 @@ impl Endpoint {
                 RegisteredMemory::new(rank, memory, keys, peers, &self.registry)
             },
         );
-        let registered = settle(&self.group, registered, what, deadline);
+        let registered = settle(&self.group, registered, what, deadline, identity);
         self.group.withdraw_fd(key);
         registered
     }
@@ -296,6 +297,21 @@ impl Endpoint {
         exchange(&self.group, value, what, deadline)
     }
 
+    /// Returns when every rank has come to an outcome; all fail if one has failed, with its own error
+    /// or, made an error by `wrap`, with [`ChannelError::PeerFailed`]. Collective.
+    ///
+    /// # Errors
+    /// As said; and if a peer died or was late.
+    pub fn settle<T, E: Display>(
+        &self,
+        outcome: Result<T, E>,
+        what: &str,
+        deadline: Instant,
+        wrap: impl Fn(ChannelError) -> E,
+    ) -> Result<T, E> {
+        settle(&self.group, outcome, what, deadline, wrap)
+    }
+
     /// Makes sure that every rank says the same. Collective.
     ///
     /// # Errors
@@ -356,13 +372,14 @@ impl CallLine {
     }
 }
 
-/// How many ranks compute on `device`; all must be of one kind.
-fn sharers(
+/// How many ranks compute on `device`, all of which must be of one kind, and how many cores the ranks
+/// of this host may use between them.
+fn place(
     group: &Group,
     device: &Device,
     what: &str,
     deadline: Instant,
-) -> Result<u32, ChannelError> {
+) -> Result<(u32, usize), ChannelError> {
     let name = match device {
         Device::Cuda(context) => {
             let uuid = context.device().uuid();
@@ -372,26 +389,29 @@ fn sharers(
         _ => String::new(),
     };
     let own = (device.name().to_owned(), name);
-    let all: Vec<(String, String)> = exchange(group, &own, what, deadline)?;
-    match (0..).zip(&all).find(|(_, (kind, _))| *kind != own.0) {
-        None => Ok(all.iter().map(|theirs| u32::from(*theirs == own)).sum()),
-        Some((rank, (kind, _))) => Err(ChannelError::Mismatch {
+    let all: Vec<((String, String), Vec<u32>)> =
+        exchange(group, &(own.clone(), cores()), what, deadline)?;
+    if let Some((rank, ((kind, _), _))) = (0..).zip(&all).find(|(_, (theirs, _))| theirs.0 != own.0)
+    {
+        return Err(ChannelError::Mismatch {
             what: what.to_owned(),
             rank,
             theirs: format!("its device is {kind}"),
             own_rank: group.rank(),
             ours: format!("its device is {}", own.0),
-        }),
+        });
     }
-}
-
-/// How many cores the ranks of this host may use between them.
-fn local_cores(group: &Group, all: &[Vec<u32>]) -> usize {
+    let sharers = all
+        .iter()
+        .map(|(theirs, _)| u32::from(*theirs == own))
+        .sum();
     let local = (0..)
-        .zip(all)
+        .zip(&all)
         .filter(|&(rank, _)| rank == group.rank() || group.is_same_host(rank));
-    let cores: BTreeSet<u32> = local.flat_map(|(_, cores)| cores.iter().copied()).collect();
-    cores.len()
+    let cores: BTreeSet<u32> = local
+        .flat_map(|(_, (_, cores))| cores.iter().copied())
+        .collect();
+    Ok((sharers, cores.len()))
 }
 
 fn exchange<T: Serialize + DeserializeOwned>(
@@ -463,24 +483,25 @@ fn share(
 
 /// Returns when every rank has come to an outcome; all fail if one has failed. Afterwards nobody
 /// needs what this rank offered.
-fn settle<T>(
+fn settle<T, E: Display>(
     group: &Group,
-    outcome: Result<T, ChannelError>,
+    outcome: Result<T, E>,
     what: &str,
     deadline: Instant,
-) -> Result<T, ChannelError> {
+    wrap: impl Fn(ChannelError) -> E,
+) -> Result<T, E> {
     let reason = outcome.as_ref().err().map(ToString::to_string);
     let reasons = exchange(group, &reason, what, deadline);
     let outcome = outcome?;
     match (0..)
-        .zip(reasons?)
+        .zip(reasons.map_err(&wrap)?)
         .find_map(|(r, reason)| Some((r, reason?)))
     {
         None => Ok(outcome),
-        Some((rank, reason)) => Err(ChannelError::PeerFailed {
+        Some((rank, reason)) => Err(wrap(ChannelError::PeerFailed {
             what: what.to_owned(),
             rank,
             reason,
-        }),
+        })),
     }
 }

@@ -243,7 +243,7 @@ impl AllReduce {
         bytes: u64,
         calls: u32,
     ) -> Result<Recorded, CollectiveError> {
-        let (prepared, piece) = self.select_shared(bytes)?;
+        let (prepared, piece) = self.select(bytes)?;
         if bytes > piece as u64 {
             return Err(self.usage(format!("{bytes} bytes are handled in pieces of {piece}")));
         }
@@ -264,12 +264,7 @@ impl AllReduce {
     }
 
     /// The prepared plan for a size, and the piece it handles at a time.
-    fn select(&self, bytes: u64) -> Result<(&Prepared, usize), CollectiveError> {
-        let (prepared, piece) = self.select_shared(bytes)?;
-        Ok((prepared, piece))
-    }
-
-    fn select_shared(&self, bytes: u64) -> Result<(&Arc<Prepared>, usize), CollectiveError> {
+    fn select(&self, bytes: u64) -> Result<(&Arc<Prepared>, usize), CollectiveError> {
         let index = self.selector.select(bytes);
         let choice = &self.selector.choices()[index];
         if bytes > choice.up_to {

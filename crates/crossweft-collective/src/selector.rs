@@ -45,21 +45,26 @@ const GPU_MOST_BLOCKS: u32 = 128;
 /// Scratch memory is bounded: staged messages go through it in pieces.
 const PIECE: u64 = 4 << 20;
 
+// Why an algorithm is chosen.
+const ALONE: &str = "a rank alone copies its input";
+const SMALL: &str = "small: one hop, data and flag in one store";
+const SYMMETRIC: &str = "symmetric memory: each rank reduces its share, nothing is copied";
+const PRIVATE: &str = "private buffers: each rank reduces its share through scratch memory";
+
 impl Selector {
     /// The choices for messages of up to `max_bytes` bytes.
     #[must_use]
     pub fn new(world_size: u32, symmetric: bool, max_bytes: u64) -> Self {
         let piece = |limit: u64| limit.min(max_bytes);
         if world_size == 1 {
-            let reason = "a rank alone copies its input";
-            return Self::only(Algorithm::TwoShotStaged, max_bytes, piece(PIECE), reason);
+            return Self::only(Algorithm::TwoShotStaged, max_bytes, piece(PIECE), ALONE);
         }
         let mut choices = vec![Choice {
             algorithm: Algorithm::OneShot,
             up_to: piece(ONE_SHOT_MAX),
             piece: piece(ONE_SHOT_MAX),
             blocks: 1,
-            reason: "small: one hop, data and flag in one store",
+            reason: SMALL,
         }];
         if max_bytes > ONE_SHOT_MAX {
             choices.push(if symmetric {
@@ -68,7 +73,7 @@ impl Selector {
                     up_to: max_bytes,
                     piece: max_bytes,
                     blocks: 1,
-                    reason: "symmetric memory: each rank reduces its share, nothing is copied",
+                    reason: SYMMETRIC,
                 }
             } else {
                 Choice {
@@ -76,7 +81,7 @@ impl Selector {
                     up_to: max_bytes,
                     piece: piece(PIECE),
                     blocks: 1,
-                    reason: "private buffers: each rank reduces its share through scratch memory",
+                    reason: PRIVATE,
                 }
             });
         }
@@ -87,49 +92,34 @@ impl Selector {
     #[must_use]
     pub fn for_gpus(world_size: u32, symmetric: bool, max_bytes: u64) -> Self {
         if world_size == 1 {
-            let reason = "a rank alone copies its input";
             let piece = PIECE.min(max_bytes);
-            let mut alone = Self::only(Algorithm::TwoShotStaged, max_bytes, piece, reason);
+            let mut alone = Self::only(Algorithm::TwoShotStaged, max_bytes, piece, ALONE);
             alone.with_blocks(GPU_BLOCKS);
             return alone;
         }
         let one_shot_max = GPU_ONE_SHOT_MAX / u64::from(world_size);
         let mut choices = Vec::new();
-        let mut blocks = 1;
-        while blocks <= GPU_BLOCKS {
-            let up_to = (u64::from(blocks) * PACKETS_A_BLOCK).min(one_shot_max);
+        // Few steps: each is a plan with memory of its own.
+        for blocks in [1, 4, 16, GPU_BLOCKS] {
             let up_to = match blocks {
                 GPU_BLOCKS => one_shot_max,
-                _ => up_to,
+                _ => one_shot_max.min(u64::from(blocks) * PACKETS_A_BLOCK),
             };
             choices.push(Choice {
                 algorithm: Algorithm::OneShot,
                 up_to: up_to.min(max_bytes),
                 piece: up_to.min(max_bytes),
                 blocks,
-                reason: "small: one hop, data and flag in one store",
+                reason: SMALL,
             });
             if up_to >= max_bytes.min(one_shot_max) {
                 break;
             }
-            // Few steps: each is a plan with memory of its own.
-            blocks *= 4;
-            if blocks > GPU_BLOCKS && choices.last().is_some_and(|c| c.blocks < GPU_BLOCKS) {
-                blocks = GPU_BLOCKS;
-            }
         }
         if max_bytes > one_shot_max {
             let (algorithm, piece, reason) = match symmetric {
-                true => (
-                    Algorithm::TwoShot,
-                    max_bytes,
-                    "symmetric memory: each rank reduces its share, nothing is copied",
-                ),
-                false => (
-                    Algorithm::TwoShotStaged,
-                    max_bytes.min(4 * PIECE),
-                    "private buffers: each rank reduces its share through scratch memory",
-                ),
+                true => (Algorithm::TwoShot, max_bytes, SYMMETRIC),
+                false => (Algorithm::TwoShotStaged, max_bytes.min(4 * PIECE), PRIVATE),
             };
             let medium = max_bytes.min(GPU_MEDIUM_MAX);
             choices.push(Choice {

@@ -68,6 +68,9 @@ fn bad_calls_are_refused_and_change_nothing() {
         assert_words(&outside, &["lies outside its memory"]);
         let overlap = symmetric.run_symmetric(0, 4, 8).unwrap_err();
         assert_words(&overlap, &["overlap"]);
+        let private = crossweft_hal::Device::Cpu.allocate(64).unwrap();
+        let overlap = all_reduce.run_at((&private, 0), (&private, 4), 8);
+        assert_words(&overlap.unwrap_err(), &["overlap"]);
         let needs = communicator
             .all_reduce(options().algorithm(Algorithm::TwoShot))
             .unwrap_err();

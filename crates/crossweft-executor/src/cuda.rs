@@ -200,7 +200,7 @@ impl Prepared {
             let capture = stream.begin_capture()?;
             for _ in 0..calls {
                 self.with_launcher(|launcher| {
-                    // SAFETY: as in `launch_registered`; the program's tables live as long as
+                    // SAFETY: as in `launch_checked`; the program's tables live as long as
                     // `Recorded`, which keeps the plan.
                     unsafe { launcher.launch(&stream, &self.program, &buffers.launch(), limit) }
                 })?;

@@ -107,16 +107,16 @@ impl Prepared {
         unsafe { self.launch(buffers, limit) }
     }
 
-    /// Launches on registered memory, after its ranges were checked.
-    pub(crate) fn launch_registered(
+    /// Launches on memories whose ranges and sizes were checked.
+    pub(crate) fn launch_checked(
         &self,
         buffers: &RawBuffers,
         limit: Duration,
     ) -> Result<(), ExecutorError> {
-        self.check_bytes(buffers.bytes)?;
-        // SAFETY: the ranges lie in registered memory, which `self` keeps mapped. That nobody else
-        // uses them meanwhile is part of what a collective call means; it is only ever accessed by
-        // raw copies, so a caller who breaks it gets wrong numbers and nothing worse.
+        // SAFETY: the ranges lie in registered memory, which `self` keeps mapped, or in memories that
+        // the caller keeps until this returns. That nobody else uses them meanwhile is part of what
+        // a collective call means; they are only ever accessed by raw copies, so a caller who breaks
+        // it gets wrong numbers and nothing worse.
         unsafe { self.launch(buffers, limit) }
     }
 

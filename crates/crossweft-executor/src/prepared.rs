@@ -227,17 +227,7 @@ impl Prepared {
         .map_err(channel)?;
         let machine = machine(endpoint, plan, own.blocks.len() as u32, &options);
         // No rank launches what another cannot.
-        let reason = machine.as_ref().err().map(ToString::to_string);
-        let reasons = endpoint
-            .exchange(&reason, &what, deadline)
-            .map_err(channel)?;
-        let machine = machine?;
-        if let Some((rank, reason)) = (0..)
-            .zip(reasons)
-            .find_map(|(rank, reason)| Some((rank, reason?)))
-        {
-            return Err(channel(ChannelError::PeerFailed { what, rank, reason }));
-        }
+        let machine = endpoint.settle(machine, &what, deadline, channel)?;
         let halves = (scratch_half, packets_half);
         let element = options.dtype.size() as u32;
         Ok(Arc::new(Self {
@@ -350,7 +340,7 @@ impl Prepared {
         limit: Duration,
     ) -> Result<(), ExecutorError> {
         let buffers = self.registered_buffers(input_offset, output_offset, bytes)?;
-        self.launch_registered(&buffers, limit)
+        self.launch_checked(&buffers, limit)
     }
 
     /// The addresses of messages in registered memory, after the checks that
@@ -364,42 +354,15 @@ impl Prepared {
         let Buffers::Registered { input, output } = &self.options.buffers else {
             return Err(self.usage("it was prepared for private buffers".to_owned()));
         };
-        let in_place = Arc::ptr_eq(input, output) && input_offset == output_offset;
-        let (mut input_blocks, mut output_blocks) =
-            (self.shape.input_blocks, self.shape.output_blocks);
-        if in_place {
-            input_blocks = input_blocks.max(output_blocks);
-            output_blocks = input_blocks;
-        }
-        for (what, memory, offset, blocks) in [
-            ("input", input, input_offset, input_blocks),
-            ("output", output, output_offset, output_blocks),
-        ] {
-            self.check_range(what, memory.bytes(), offset, blocks, bytes)?;
-        }
-        let overlap = |a: u64, a_blocks: u32, b: u64| {
-            a <= b && b < a.saturating_add(bytes.saturating_mul(a_blocks.into()))
-        };
-        if Arc::ptr_eq(input, output)
-            && !in_place
-            && (overlap(input_offset, input_blocks, output_offset)
-                || overlap(output_offset, output_blocks, input_offset))
-        {
-            return Err(self.usage("input and output overlap without being the same".to_owned()));
-        }
-        self.check_in_place(in_place)?;
-        let (own_input, own_output) = if in_place {
-            self.shape.in_place_offsets(bytes)
-        } else {
-            (0, 0)
-        };
-        self.check_bytes(bytes)?;
+        let buffers = self.locate(
+            (input.local(), input_offset),
+            (output.local(), output_offset),
+            bytes,
+        )?;
         Ok(RawBuffers {
-            input: input.local().addr() + input_offset + own_input,
-            output: output.local().addr() + output_offset + own_output,
             input_offset,
             output_offset,
-            bytes,
+            ..buffers
         })
     }
 
@@ -417,26 +380,56 @@ impl Prepared {
         limit: Duration,
     ) -> Result<(), ExecutorError> {
         self.check_private()?;
-        let in_place = input.0.addr() + input.1 == output.0.addr() + output.1;
-        self.check_in_place(in_place)?;
-        let blocks = (self.shape.input_blocks, self.shape.output_blocks);
-        for (what, (memory, offset), blocks) in
-            [("input", input, blocks.0), ("output", output, blocks.1)]
-        {
+        let buffers = self.locate(input, output, bytes)?;
+        self.launch_checked(&buffers, limit)
+    }
+
+    /// The addresses of messages of `bytes` bytes at an offset of a memory each, if they are what the
+    /// plan can work on.
+    fn locate(
+        &self,
+        input: (&Memory, u64),
+        output: (&Memory, u64),
+        bytes: u64,
+    ) -> Result<RawBuffers, ExecutorError> {
+        let (mut input_blocks, mut output_blocks) =
+            (self.shape.input_blocks, self.shape.output_blocks);
+        let same = input.0.addr() == output.0.addr();
+        let in_place = same && input.1 == output.1;
+        if in_place {
+            input_blocks = input_blocks.max(output_blocks);
+            output_blocks = input_blocks;
+        }
+        for (what, (memory, offset), blocks) in [
+            ("input", input, input_blocks),
+            ("output", output, output_blocks),
+        ] {
+            self.check_device(what, memory)?;
             self.check_range(what, memory.bytes(), offset, blocks, bytes)?;
         }
+        let overlap = |a: u64, a_blocks: u32, b: u64| {
+            a <= b && b < a.saturating_add(bytes.saturating_mul(a_blocks.into()))
+        };
+        if same
+            && !in_place
+            && (overlap(input.1, input_blocks, output.1)
+                || overlap(output.1, output_blocks, input.1))
+        {
+            return Err(self.usage("input and output overlap without being the same".to_owned()));
+        }
+        self.check_in_place(in_place)?;
+        self.check_bytes(bytes)?;
         let (own_input, own_output) = match in_place {
             true => self.shape.in_place_offsets(bytes),
             false => (0, 0),
         };
-        let buffers = RawBuffers {
+        Ok(RawBuffers {
             input: input.0.addr() + input.1 + own_input,
             output: output.0.addr() + output.1 + own_output,
             input_offset: 0,
             output_offset: 0,
             bytes,
-        };
-        self.launch_registered(&buffers, limit)
+        })
     }
 
     fn check_range(
@@ -495,6 +488,17 @@ impl Prepared {
                 Err(self.usage("the plan only works in place".to_owned()))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Whether `memory` is of the device that the plan runs on.
+    fn check_device(&self, what: &str, memory: &Memory) -> Result<(), ExecutorError> {
+        match (self.endpoint.device(), memory) {
+            (Device::Cpu, Memory::Cpu(_)) | (Device::Cuda(_), Memory::Cuda(_)) => Ok(()),
+            (device, _) => Err(self.usage(format!(
+                "the {what} is not memory of the device that the plan is on, {}",
+                device.name()
+            ))),
         }
     }
 

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -33,7 +34,7 @@ impl<T> Turn<T> {
         if self.taken.swap(true, Ordering::Acquire) {
             self.wait(limit)?;
         }
-        Some(Taken(self))
+        Some(Taken(self, PhantomData))
     }
 
     #[cold]
@@ -49,8 +50,8 @@ impl<T> Turn<T> {
     }
 }
 
-/// The turn; it ends when this is dropped.
-pub(crate) struct Taken<'a, T>(&'a Turn<T>);
+/// The turn; it ends when this is dropped. It may go where a `&mut T` may.
+pub(crate) struct Taken<'a, T>(&'a Turn<T>, PhantomData<&'a mut T>);
 
 impl<T> Deref for Taken<'_, T> {
     type Target = T;

@@ -1,4 +1,4 @@
-//! Results worth keeping between runs, as files: compiled kernels, and what probes found.
+//! Results worth keeping between runs, as files, such as what probes found.
 //!
 //! An entry is written aside and renamed, so that it is there whole or not at all, and carries a
 //! checksum, so that a damaged one is a miss. Its name is the hash of everything it depends on.
