@@ -9,7 +9,8 @@ Needs only Python. Rivals are given by path, and left out where they are not:
       --torch /path/to/python --out docs/results/cpu
 
 Writes OUT.json (every figure, and the machine), OUT.md (the table) and OUT.svg (the plot). A table entry
-is the median over the rounds of each round's median call, in microseconds.
+is the median over the rounds of each round's median call, in microseconds. A ratio is the median over the
+rounds of each round's own ratio: cores may move between rounds, which then changes both sides of it.
 """
 
 import argparse
@@ -97,15 +98,18 @@ def microseconds(value):
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def table(medians, sizes):
+def ratio(rival, ours, size):
+    return statistics.median(a[size] / b[size] for a, b in zip(rival, ours, strict=True))
+
+
+def table(medians, rounds, sizes):
     names = list(medians)
-    ours = medians["crossweft"]
     rivals = [name for name in names if not name.startswith("crossweft")]
     head = [*names, *(f"{name} / crossweft" for name in rivals)]
     lines = ["| size | " + " | ".join(head) + " |", "|---:|" + "---:|" * len(head)]
     for size in sizes:
         cells = [microseconds(medians[name][size]) for name in names]
-        cells += [f"{medians[name][size] / ours[size]:.2f}" for name in rivals]
+        cells += [f"{ratio(rounds[name], rounds['crossweft'], size):.2f}" for name in rivals]
         lines.append(f"| {human(size)} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -227,6 +231,10 @@ def main():
         name: {s: statistics.median(r[s]["time_us_p50"] for r in results) for s in sizes}
         for name, results in rounds.items()
     }
+    each = {
+        name: [{s: r[s]["time_us_p50"] for s in sizes} for r in results]
+        for name, results in rounds.items()
+    }
     record = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "kernel": platform.release()},
@@ -240,15 +248,12 @@ def main():
             name: {s: min(r[s]["time_us_min"] for r in results) for s in sizes}
             for name, results in rounds.items()
         },
-        "rounds_p50_us": {
-            name: [{s: r[s]["time_us_p50"] for s in sizes} for r in results]
-            for name, results in rounds.items()
-        },
+        "rounds_p50_us": each,
     }
     out = pathlib.Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    text = table(medians, sizes)
+    text = table(medians, each, sizes)
     out.with_suffix(".md").write_text(text)
     out.with_suffix(".svg").write_text(plot(medians, sizes))
     print(text)

@@ -30,8 +30,9 @@ pub struct Selector {
 
 /// Where one hop of packets stops paying: a packet carries 4 bytes at a time and each rank receives
 /// `n - 1` messages, while two handshakes cost the same for any size. Measured with two ranks on two
-/// cores, see `docs/performance.md`: 0.24 against 0.29 us at 128 B, 0.42 against 0.31 us at 512 B.
-const ONE_SHOT_MAX: u64 = 256;
+/// cores, see `docs/performance.md`: at 512 B 0.22 against 0.23 us where cores are near each other and
+/// 0.46 against 0.67 us where they are far; at 1 KiB 0.33 against 0.24 and 0.66 against 0.69 us.
+const ONE_SHOT_MAX: u64 = 512;
 /// The same on GPUs, for two ranks; with more, each receives more messages. A block of threads sends
 /// [`PACKETS_A_BLOCK`] of payload at a time.
 const GPU_ONE_SHOT_MAX: u64 = 512 << 10;
@@ -259,7 +260,7 @@ mod tests {
     fn it_says_what_and_why() {
         let text = Selector::new(2, true, 1 << 20).to_string();
         assert!(
-            text.starts_with("one-shot up to 256 B (small: one hop"),
+            text.starts_with("one-shot up to 512 B (small: one hop"),
             "{text}"
         );
         assert!(

@@ -37,6 +37,13 @@ pub trait Memory {
         }
     }
 
+    /// Hints that the `bytes` bytes at `addr` are about to be read, or written if `write`; does
+    /// nothing where the machine has no such hint. Any address may be given.
+    #[inline(always)]
+    fn prefetch(&self, addr: u64, bytes: u64, write: bool) {
+        let _ = (addr, bytes, write);
+    }
+
     /// Acquire load of a word.
     ///
     /// # Safety
@@ -240,6 +247,27 @@ mod host {
             unsafe {
                 (addr as *mut __m128i)
                     .write_volatile(core::mem::transmute::<[u64; 2], __m128i>(words));
+            }
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        #[inline(always)]
+        fn prefetch(&self, addr: u64, bytes: u64, write: bool) {
+            use core::arch::asm;
+            const LINE: u64 = 64;
+            let mut line = addr & !(LINE - 1);
+            while line < addr + bytes {
+                // SAFETY: a prefetch is a hint: it accesses no memory that the program could see
+                // and never faults. `prefetchw` has no intrinsic in stable Rust; machines that do not
+                // know it take it as a no-op in 64-bit mode.
+                unsafe {
+                    if write {
+                        asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags));
+                    } else {
+                        asm!("prefetcht0 [{}]", in(reg) line, options(nostack, preserves_flags));
+                    }
+                }
+                line += LINE;
             }
         }
 

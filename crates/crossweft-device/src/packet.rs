@@ -37,6 +37,20 @@ pub const WORD: u64 = 8;
 const PAIR: u64 = 2 * WORD;
 const PAIR_PAYLOAD: u64 = 2 * PAYLOAD;
 
+/// Bytes of packets whose cache lines a CPU asks for at once: they then cross between cores side by
+/// side, and not one after the other as the loop comes to them. A receiver asks when the first
+/// packet is there, since a line that is read too early is taken from the sender before it is full.
+#[cfg(not(target_arch = "nvptx64"))]
+const AHEAD: u64 = 16 * 64;
+
+/// The part of `words` packet words that is worth asking for, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+const fn ahead(words: u64) -> u64 {
+    let bytes = words * WORD;
+    if bytes < AHEAD { bytes } else { AHEAD }
+}
+
 /// How packets are stored; only the width of an access differs.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -183,6 +197,7 @@ pub unsafe fn copy_to_packets<B: Block>(block: &B, packets: u64, src: u64, bytes
     let memory = block.memory();
     let whole = bytes / PAYLOAD;
     let pairs = pairs(packets, whole);
+    memory.prefetch(packets, ahead(whole), true);
     let mut i = u64::from(block.thread());
     while i < pairs {
         // SAFETY: words `2 i` and `2 i + 1` lie in both ranges.
@@ -244,6 +259,9 @@ pub unsafe fn copy_from_packets<B: Block>(
         // SAFETY: words `2 i` and `2 i + 1` lie in both ranges.
         unsafe {
             let data = read_pair(block, site, packets + i * PAIR, flag)?;
+            if i == 0 {
+                memory.prefetch(packets, ahead(whole), false);
+            }
             memory.write::<u64>(dst + i * PAIR_PAYLOAD, data);
         }
         i += u64::from(block.threads());
