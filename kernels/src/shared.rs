@@ -2,17 +2,20 @@
 
 use core::arch::{asm, global_asm};
 
+use crossweft_device::executor::Start;
 use crossweft_device::gpu::block::{BlockState, Shared};
 use crossweft_device::gpu::{PlanLaunch, TABLE_BYTES};
 
 global_asm!(
     ".shared .align 16 .b8 crossweft_table[{table}];",
     ".shared .align 16 .b8 crossweft_plan[{plan}];",
+    ".shared .align 16 .b8 crossweft_start[{start}];",
     ".shared .align 16 .b8 crossweft_stage[{stage}];",
     ".shared .align 16 .b8 crossweft_state[{state}];",
     table = const TABLE_BYTES,
     state = const size_of::<BlockState>(),
     plan = const size_of::<PlanLaunch>(),
+    start = const size_of::<Start>(),
     stage = const STAGE_BYTES,
 );
 
@@ -45,6 +48,9 @@ addresses! {
     /// A [`PlanLaunch`].
     #[cfg_attr(module = "bench", allow(dead_code))]
     plan, "crossweft_plan";
+    /// A [`Start`].
+    #[cfg_attr(module = "bench", allow(dead_code))]
+    start, "crossweft_start";
     /// A block's part of a plan's tables: [`STAGE_BYTES`] bytes.
     #[cfg_attr(module = "bench", allow(dead_code))]
     stage, "crossweft_stage";

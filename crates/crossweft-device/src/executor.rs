@@ -11,7 +11,7 @@ use crate::fifo::{Trigger, TriggerKind};
 use crate::memory::Memory;
 use crate::packet::{self, PAYLOAD, WORD};
 use crate::program::{
-    BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
+    BASES_AT, BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
 };
 use crate::reduce::{Location, Reducer, Sources};
 use crate::semaphore::{Semaphore, TAGS};
@@ -36,28 +36,32 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
     let memory = block.memory();
     // Slots of this half were read two executions ago; what this one sends must not overtake that.
     memory.fence_launch();
-    // SAFETY: the caller promises a prepared program.
-    let (epoch, ops) = unsafe {
-        (
-            memory.load(program.counters),
-            read_entry::<B, BlockOps>(block, program.blocks, index),
-        )
+    let start = Start {
+        tables: program.tables + u64::from(index) * program.stride,
+        // SAFETY: the caller promises a prepared program.
+        epoch: unsafe { memory.load(program.counters) },
+        chunk: chunk_bytes(launch.bytes, program.chunks),
     };
-    let execution = Execution {
+    let call = Execution {
         block,
         program,
         launch,
-        epoch,
-        chunk: chunk_bytes(launch.bytes, program.chunks),
+        start: &start,
     };
-    let mut i = 0;
-    while i < ops.count {
-        // SAFETY: as above; `i` is below the block's count.
-        i += unsafe { execution.run_at(reducer, ops.first + i)? };
-    }
-    block.sync(Ok(()))?;
     // SAFETY: as above.
-    unsafe { execution.leave(index) }
+    unsafe { call.run(reducer, index) }
+}
+
+/// What a thread block has found out when it begins.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Start {
+    /// Its tables: those of the program, or a copy of them.
+    pub tables: u64,
+    /// The rank's epoch.
+    pub epoch: u64,
+    /// [`chunk_bytes`] of the message.
+    pub chunk: u64,
 }
 
 /// Entry `index` of a table that never changes.
@@ -74,12 +78,18 @@ unsafe fn read_entry<B: Block, T: Copy>(block: &B, table: u64, index: u32) -> T 
     }
 }
 
-struct Execution<'a, B> {
-    block: &'a B,
-    program: &'a Program,
-    launch: &'a Launch,
-    epoch: u64,
-    chunk: u64,
+/// One thread block's part of a launch. References, of which a GPU needs no registers: all lies where the
+/// threads of the block share it.
+#[derive(Debug)]
+pub struct Execution<'a, B> {
+    /// The thread block.
+    pub block: &'a B,
+    /// The plan.
+    pub program: &'a Program,
+    /// The launch.
+    pub launch: &'a Launch,
+    /// What the block has found out.
+    pub start: &'a Start,
 }
 
 /// The part of its data that an operation handles this time, in bytes from its beginning.
@@ -95,27 +105,49 @@ const ALL: Window = Window {
 };
 
 impl<B: Block> Execution<'_, B> {
-    /// Runs the operation at `at` of the table, with those in its loop if it is one; returns how
+    /// [`run_block`], of block `index`, which has begun.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there; `start` must be of this block and launch.
+    #[inline(always)]
+    pub unsafe fn run<R: Reducer>(&self, reducer: &R, index: u32) -> Result<(), Stopped> {
+        let tables = self.start.tables;
+        // SAFETY: the caller promises a prepared program.
+        let BlockOps { count, ops_at } = unsafe { read_entry(self.block, tables, 0) };
+        let mut i = 0;
+        while i < count {
+            // SAFETY: as above; `i` is below the block's count.
+            i += unsafe { self.run_at(reducer, tables + u64::from(ops_at), i)? };
+        }
+        self.block.sync(Ok(()))?;
+        // SAFETY: as above.
+        unsafe { self.leave(index) }
+    }
+
+    /// Runs the operation at `at` of the block's `ops`, with those in its loop if it is one; returns how
     /// many entries that were.
     ///
     /// # Safety
     /// `at` must be one of the program's operations, not inside a loop.
     #[inline(always)]
-    unsafe fn run_at<R: Reducer>(&self, reducer: &R, at: u32) -> Result<u32, Stopped> {
+    unsafe fn run_at<R: Reducer>(&self, reducer: &R, ops: u64, at: u32) -> Result<u32, Stopped> {
         // SAFETY: the caller's promise; a loop's operations follow it.
         unsafe {
-            let op = read_entry::<B, Op>(self.block, self.program.ops, at);
+            let op = read_entry::<B, Op>(self.block, ops, at);
             if op.kind != OpKind::Loop {
                 self.step(reducer, &op, ALL)?;
                 self.block.checkpoint();
                 return Ok(1);
             }
-            let total = self.chunk * u64::from(op.chunks);
+            let total = self.start.chunk * u64::from(op.chunks);
             let mut begin = 0;
             while begin < total {
                 let mut k = 1;
                 while k <= op.links {
-                    let inner = read_entry::<B, Op>(self.block, self.program.ops, at + k);
+                    let inner = read_entry::<B, Op>(self.block, ops, at + k);
                     self.step(
                         reducer,
                         &inner,
@@ -156,7 +188,7 @@ impl<B: Block> Execution<'_, B> {
     }
 
     fn extent(&self, op: &Op, window: Window) -> Extent {
-        let all = Extent::of_chunks(self.launch.bytes, self.chunk, op.chunk, op.chunks)
+        let all = Extent::of_chunks(self.launch.bytes, self.start.chunk, op.chunk, op.chunks)
             .slice(op.slice, op.slices);
         let begin = min(all.begin + window.begin, all.end);
         Extent {
@@ -176,22 +208,22 @@ impl<B: Block> Execution<'_, B> {
         let operand: Operand = unsafe {
             read_entry(
                 self.block,
-                self.program.operands,
-                op.first_operand + operand,
+                self.start.tables + u64::from(op.operands_at),
+                operand,
             )
         };
         // Where the operation's first chunk lies in its buffer, and this part in the chunk.
-        let start =
-            self.launch.bytes * u64::from(operand.block) + self.chunk * u64::from(operand.index);
-        let inside = extent.begin - min(self.chunk * u64::from(op.chunk), self.launch.bytes);
+        let start = self.launch.bytes * u64::from(operand.block)
+            + self.start.chunk * u64::from(operand.index);
+        let inside = extent.begin - min(self.start.chunk * u64::from(op.chunk), self.launch.bytes);
         (operand, start + inside)
     }
 
     /// Bytes from the beginning of a buffer to this epoch's half of it.
     fn half(&self, space: Space) -> u64 {
         match space {
-            Space::Scratch => (self.epoch & 1) * self.program.scratch_half,
-            Space::Packets => (self.epoch & 1) * self.program.packets_half,
+            Space::Scratch => (self.start.epoch & 1) * self.program.scratch_half,
+            Space::Packets => (self.start.epoch & 1) * self.program.packets_half,
             _ => 0,
         }
     }
@@ -210,7 +242,8 @@ impl<B: Block> Execution<'_, B> {
         } = operand;
         let own = rank == program.rank;
         let base = || {
-            let entry = program.bases + (u64::from(rank) * SPACES + space as u64) * 8;
+            let entry =
+                self.start.tables + BASES_AT + (u64::from(rank) * SPACES + space as u64) * 8;
             // SAFETY: the table has an entry for every rank and space, and never changes.
             unsafe { self.block.memory().read::<u64>(entry) }
         };
@@ -294,7 +327,8 @@ impl<B: Block> Execution<'_, B> {
             // SAFETY: as above.
             at: |k| unsafe { self.locate(op, op.sources + k, extent) },
         };
-        let elements = extent.len() / u64::from(self.program.element);
+        // A power of two.
+        let elements = extent.len() >> self.program.element.trailing_zeros();
         let divisor = if op.flags & flags::LAST != 0 {
             self.program.ranks
         } else {
@@ -309,14 +343,14 @@ impl<B: Block> Execution<'_, B> {
 
     /// What this call's packets carry.
     fn flag(&self) -> u32 {
-        packet::flag_of(self.epoch, self.launch.bytes)
+        packet::flag_of(self.start.epoch, self.launch.bytes)
     }
 
     /// What this call's signals carry: the size, and enough of the epoch to tell it from others; and
     /// in which of the semaphore's two words.
     fn tag(&self) -> (u64, u64) {
-        let tag = self.epoch << SIZE_BITS | self.launch.bytes & SIZE_MASK;
-        (tag, TAGS + (self.epoch & 1) * 8)
+        let tag = self.start.epoch << SIZE_BITS | self.launch.bytes & SIZE_MASK;
+        (tag, TAGS + (self.start.epoch & 1) * 8)
     }
 
     /// Looks whether the signal that was waited for came from a call of this size.
@@ -401,7 +435,7 @@ impl<B: Block> Execution<'_, B> {
     #[inline(always)]
     unsafe fn link(&self, op: &Op, k: u32) -> u32 {
         // SAFETY: the caller's promise.
-        unsafe { read_entry(self.block, self.program.links, op.first_link + k) }
+        unsafe { read_entry(self.block, self.start.tables + u64::from(op.links_at), k) }
     }
 
     /// # Safety
@@ -453,7 +487,8 @@ impl<B: Block> Execution<'_, B> {
                     size: bytes,
                 };
                 // Packets that are cleared when this epoch ends must have been copied by then.
-                let cleared = src.space == Space::Packets && packet::is_scrub_epoch(self.epoch);
+                let cleared =
+                    src.space == Space::Packets && packet::is_scrub_epoch(self.start.epoch);
                 self.push(&port, op, &trigger, flush || cleared)
             };
         }
@@ -569,12 +604,12 @@ impl<B: Block> Execution<'_, B> {
         let mut mine = Ok(());
         if self.block.thread() == 0 && op.links > 1 {
             let memory = self.block.memory();
-            let counter = self.program.counters + (2 + u64::from(op.first_link)) * COUNTER_STRIDE;
+            let counter = self.program.counters + (2 + u64::from(op.links_at)) * COUNTER_STRIDE;
             let blocks = u64::from(op.links);
             let site = Site {
                 kind: WaitKind::Barrier,
                 peer: self.program.rank,
-                channel: op.first_link,
+                channel: op.links_at,
                 op: op.index,
             };
             // SAFETY: the caller's promise.
@@ -603,7 +638,7 @@ impl<B: Block> Execution<'_, B> {
         let (memory, program) = (self.block.memory(), self.program);
         let left = program.counters + COUNTER_STRIDE;
         let blocks = u64::from(program.block_count);
-        let scrubs = packet::is_scrub_epoch(self.epoch);
+        let scrubs = packet::is_scrub_epoch(self.start.epoch);
         // A block alone need not count. Counting is a locked instruction on some machines: it would
         // wait here until all that was sent has reached the peers.
         let is_last = self.block.thread() == 0
@@ -618,14 +653,23 @@ impl<B: Block> Execution<'_, B> {
         let is_last = self.block.opaque(is_last);
         if scrubs {
             // SAFETY: the caller's promise.
-            unsafe { scrub(self.block, program, self.epoch, is_last, index)? };
+            unsafe {
+                scrub(
+                    self.block,
+                    program,
+                    self.start.tables,
+                    self.start.epoch,
+                    is_last,
+                    index,
+                )?
+            };
         }
         if is_last {
             // SAFETY: the program is prepared, and the last block is alone with its rank's counters.
             // Relaxed, for whoever launches next does so after this launch has ended.
             unsafe {
                 memory.store(left, 0);
-                memory.store(program.counters, self.epoch + 1);
+                memory.store(program.counters, self.start.epoch + 1);
             }
         }
         Ok(())
@@ -645,6 +689,7 @@ impl<B: Block> Execution<'_, B> {
 unsafe fn scrub<B: Block>(
     block: &B,
     program: &Program,
+    tables: u64,
     epoch: u64,
     is_last: bool,
     index: u32,
@@ -663,7 +708,7 @@ unsafe fn scrub<B: Block>(
     unsafe {
         if memory.load(word) == last {
             let entry =
-                program.bases + (u64::from(program.rank) * SPACES + Space::Packets as u64) * 8;
+                tables + BASES_AT + (u64::from(program.rank) * SPACES + Space::Packets as u64) * 8;
             let half = memory.read::<u64>(entry) + (epoch & 1) * program.packets_half;
             let mut at = u64::from(block.thread()) * WORD;
             while at < program.packets_half {

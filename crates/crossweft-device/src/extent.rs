@@ -47,7 +47,7 @@ impl Extent {
         if of <= 1 {
             return self;
         }
-        let step = self.len().div_ceil(GRANULE).div_ceil(of as u64) * GRANULE;
+        let step = divide_up(self.len().div_ceil(GRANULE), of) * GRANULE;
         let begin = self.begin + step * index as u64;
         Self {
             begin: min(begin, self.end),
@@ -67,6 +67,16 @@ impl Extent {
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.begin == self.end
+    }
+}
+
+/// `a.div_ceil(b)`, which on a GPU takes a fifth of the time for 32 bits.
+#[inline(always)]
+#[allow(clippy::cast_possible_truncation, reason = "it fits")]
+const fn divide_up(a: u64, b: u32) -> u64 {
+    match a < (1 << 32) - b as u64 {
+        true => ((a as u32 + (b - 1)) / b) as u64,
+        false => a.div_ceil(b as u64),
     }
 }
 
@@ -100,6 +110,16 @@ mod tests {
                     at = extent.end;
                 }
                 assert_eq!(at, bytes, "{bytes} bytes in {chunks} chunks");
+            }
+        }
+    }
+
+    #[test]
+    fn short_divisions_are_the_long_ones() {
+        for b in [1, 2, 3, 7, 64, 1000, u32::MAX] {
+            let near = [0, 1, u64::from(b), (1 << 32) - u64::from(b), 1 << 32];
+            for a in near.map(|a| [a.saturating_sub(1), a, a + 1]).concat() {
+                assert_eq!(divide_up(a, b), a.div_ceil(u64::from(b)), "{a} / {b}");
             }
         }
     }

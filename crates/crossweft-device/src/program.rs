@@ -1,14 +1,16 @@
 //! A prepared plan, as device code reads it: flat `repr(C)` tables of one rank.
 //!
 //! ```text
-//! Program -> blocks:     BlockOps  [block_count]        which operations a thread block runs
-//!            ops:        Op        [..]                 in order, block after block
-//!            operands:   Operand   [..]                 an op's sources, then its destinations
-//!            links:      u32       [..]                 an op's channels, or semaphores among blocks
+//! Program -> tables:     those of each thread block, `stride` bytes apart, so that a GPU brings them
+//!                        close in one go:
+//!                            BlockOps                   how many operations
+//!                            u64       [ranks][4]       bases: where each rank's buffers are mapped here
+//!                            Op        [..]             in order
+//!                            Operand   [..]             an op's sources, then its destinations
+//!                            u32       [..]             an op's channels, or semaphores among blocks
 //!            semaphores: Semaphore   [channels]
 //!            ports:      PortChannel [channels]         only entries of port channels are used
 //!            memories:   u32         [4]                the proxy's ids of the four buffers
-//!            bases:      u64       [ranks][4]           where each rank's buffers are mapped here
 //!            counters:   a cache line each: epoch, blocks left, one a barrier, two a semaphore
 //! ```
 //!
@@ -45,7 +47,7 @@ pub enum OpKind {
     Signal = 2,
     /// Waits for the linked semaphores.
     Wait = 3,
-    /// Barrier among thread blocks of this rank: `first_link` is its number, `links` its blocks.
+    /// Barrier among thread blocks of this rank: `links_at` is its number, `links` its blocks.
     Barrier = 4,
     /// Barrier among the threads of this block.
     Sync = 5,
@@ -93,14 +95,14 @@ pub struct Op {
     pub slice: u32,
     /// ...of how many.
     pub slices: u32,
-    /// First entry in the operands.
-    pub first_operand: u32,
+    /// Where its operands are: bytes from the beginning of the block's tables.
+    pub operands_at: u32,
     /// Operands that are read.
     pub sources: u32,
     /// Operands that are written; they follow the sources.
     pub destinations: u32,
-    /// First entry in the links.
-    pub first_link: u32,
+    /// Where its links are: bytes from the beginning of the block's tables. Of a barrier: its number.
+    pub links_at: u32,
     /// Number of links.
     pub links: u32,
     /// See [`flags`].
@@ -125,24 +127,18 @@ pub struct Operand {
     pub peer: u32,
 }
 
-/// The operations of one thread block, and which part of the other tables they use, so that a GPU can
-/// bring all of it close at once.
+/// The beginning of a thread block's tables.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BlockOps {
-    /// First entry in the operations.
-    pub first: u32,
     /// Number of operations.
     pub count: u32,
-    /// First entry in the operands.
-    pub first_operand: u32,
-    /// Number of operands.
-    pub operands: u32,
-    /// First entry in the links.
-    pub first_link: u32,
-    /// Number of links.
-    pub links: u32,
+    /// Where they are: bytes from the beginning of the tables.
+    pub ops_at: u32,
 }
+
+/// Where the bases are: bytes from the beginning of a thread block's tables.
+pub const BASES_AT: u64 = 64;
 
 /// Bytes between counters that different threads write.
 pub const COUNTER_STRIDE: u64 = 64;
@@ -151,22 +147,16 @@ pub const COUNTER_STRIDE: u64 = 64;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
-    /// `BlockOps` of each thread block.
-    pub blocks: u64,
-    /// All operations.
-    pub ops: u64,
-    /// All operands.
-    pub operands: u64,
-    /// All links.
-    pub links: u64,
+    /// The tables of each thread block, one block's after another's.
+    pub tables: u64,
+    /// Bytes from the tables of one block to those of the next, a multiple of 16.
+    pub stride: u64,
     /// The semaphore of each channel.
     pub semaphores: u64,
     /// The port channel of each channel that is one.
     pub ports: u64,
     /// The proxy's ids of this rank's, and its peers', buffers.
     pub memories: u64,
-    /// Base addresses of every rank's buffers, as mapped here.
-    pub bases: u64,
     /// Counters: the epoch, the number of blocks that left, one per barrier, two per semaphore among
     /// blocks (tickets given out, then releases).
     pub counters: u64,

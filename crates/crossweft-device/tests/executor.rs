@@ -10,7 +10,7 @@ use crossweft_device::executor::run_block;
 use crossweft_device::extent::chunk_bytes;
 use crossweft_device::packet::flag_of;
 use crossweft_device::program::{
-    BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
+    BASES_AT, BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
 };
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::semaphore::Semaphore;
@@ -49,10 +49,10 @@ impl Plan {
             chunks: 1,
             slice: 0,
             slices: 1,
-            first_operand: 0,
+            operands_at: 0,
             sources: 0,
             destinations: 0,
-            first_link: 0,
+            links_at: 0,
             links: 0,
             flags: 0,
             unit: 0,
@@ -60,13 +60,13 @@ impl Plan {
     }
 
     fn data(&mut self, block: usize, kind: OpKind, part: Part, from: &[Operand], to: &[Operand]) {
-        let first_operand = self.operands.len() as u32;
+        let operands_at = self.operands.len() as u32;
         self.operands.extend(from.iter().chain(to));
         let op = Op {
             chunk: part.chunk,
             slice: part.slice,
             slices: part.slices,
-            first_operand,
+            operands_at,
             sources: from.len() as u32,
             destinations: to.len() as u32,
             flags: flags::LAST,
@@ -76,11 +76,11 @@ impl Plan {
     }
 
     fn linked(&mut self, block: usize, kind: OpKind, links: impl IntoIterator<Item = u32>) {
-        let first_link = self.links.len() as u32;
+        let links_at = self.links.len() as u32;
         self.links.extend(links);
         let op = Op {
-            first_link,
-            links: self.links.len() as u32 - first_link,
+            links_at,
+            links: self.links.len() as u32 - links_at,
             ..Self::op(kind)
         };
         self.push(block, op);
@@ -161,25 +161,61 @@ impl Rank {
 /// A program's tables, which it holds the addresses of.
 struct Tables {
     program: Program,
-    _blocks: Vec<BlockOps>,
-    _ops: Vec<Op>,
-    _operands: Vec<Operand>,
-    _links: Vec<u32>,
+    _tables: Vec<u64>,
     _semaphores: Vec<Semaphore>,
-    _bases: Vec<u64>,
+}
+
+/// Appends what `entries` are made of; returns where.
+fn put<T: Copy>(words: &mut Vec<u64>, entries: &[T]) -> u64 {
+    let (at, bytes) = (words.len(), size_of_val(entries));
+    words.resize(at + bytes.div_ceil(8), 0);
+    // SAFETY: the room was just made.
+    unsafe {
+        let to = words.as_mut_ptr().add(at).cast::<u8>();
+        std::ptr::copy_nonoverlapping(entries.as_ptr().cast(), to, bytes);
+    }
+    at as u64 * 8
+}
+
+/// The tables of one block, `stride` bytes, with all operands and links of its plan.
+fn tables_of(plan: &Plan, block: &[Op], bases: &[u64], stride: u64) -> Vec<u64> {
+    let mut words = Vec::new();
+    let ops_at = BASES_AT + size_of_val(bases) as u64;
+    let count = block.len() as u32;
+    let ops_at_word = ops_at as u32;
+    put(
+        &mut words,
+        &[BlockOps {
+            count,
+            ops_at: ops_at_word,
+        }],
+    );
+    words.resize(BASES_AT as usize / 8, 0);
+    put(&mut words, bases);
+    let operands_at = ops_at + size_of_val(block) as u64;
+    let links_at = operands_at + size_of_val(plan.operands.as_slice()) as u64;
+    let ops: Vec<_> = block
+        .iter()
+        .map(|op| Op {
+            operands_at: operands_at as u32 + op.operands_at * size_of::<Operand>() as u32,
+            links_at: match op.kind {
+                OpKind::Barrier => op.links_at,
+                _ => links_at as u32 + 4 * op.links_at,
+            },
+            ..*op
+        })
+        .collect();
+    assert_eq!(put(&mut words, &ops), ops_at);
+    assert_eq!(put(&mut words, &plan.operands), operands_at);
+    assert_eq!(put(&mut words, &plan.links), links_at);
+    assert!(words.len() as u64 * 8 <= stride);
+    words.resize(stride as usize / 8, 0);
+    words
 }
 
 fn tables(plan: &Plan, rank: u32, ranks: &mut [Rank], chunks: u32, element: u32) -> Tables {
     let count = ranks.len() as u32;
-    let (mut blocks, mut ops) = (Vec::new(), Vec::new());
-    for block in &plan.blocks {
-        blocks.push(BlockOps {
-            first: ops.len() as u32,
-            count: block.len() as u32,
-            ..BlockOps::default()
-        });
-        ops.extend(block.iter().copied());
-    }
+    let blocks = &plan.blocks;
     let mut semaphores = Vec::new();
     for block in 0..blocks.len() as u32 {
         for peer in 0..count {
@@ -194,17 +230,18 @@ fn tables(plan: &Plan, rank: u32, ranks: &mut [Rank], chunks: u32, element: u32)
         }
     }
     let bases: Vec<_> = ranks.iter_mut().flat_map(Rank::bases).collect();
-    let (operands, links) = (plan.operands.clone(), plan.links.clone());
+    let stride = 4096;
+    let tables: Vec<_> = blocks
+        .iter()
+        .flat_map(|block| tables_of(plan, block, &bases, stride))
+        .collect();
     Tables {
         program: Program {
-            blocks: blocks.as_ptr() as u64,
-            ops: ops.as_ptr() as u64,
-            operands: operands.as_ptr() as u64,
-            links: links.as_ptr() as u64,
+            tables: tables.as_ptr() as u64,
+            stride,
             semaphores: semaphores.as_ptr() as u64,
             ports: 0,
             memories: 0,
-            bases: bases.as_ptr() as u64,
             counters: ranks[rank as usize].counters.addr(),
             scratch_half: HALF,
             packets_half: 2 * HALF,
@@ -215,12 +252,8 @@ fn tables(plan: &Plan, rank: u32, ranks: &mut [Rank], chunks: u32, element: u32)
             chunks,
             element,
         },
-        _blocks: blocks,
-        _ops: ops,
-        _operands: operands,
-        _links: links,
+        _tables: tables,
         _semaphores: semaphores,
-        _bases: bases,
     }
 }
 
@@ -626,7 +659,7 @@ fn blocks_of_a_rank_meet_at_barriers() {
             plan.data(b, OpKind::Move, part(block), &[input], &[scratch]);
             for barrier in 0..2 {
                 let op = Op {
-                    first_link: barrier,
+                    links_at: barrier,
                     links: job.blocks,
                     ..Plan::op(OpKind::Barrier)
                 };

@@ -21,7 +21,7 @@ use crossweft_device::executor::run_block;
 use crossweft_device::fifo::{Fifo, TRIGGER_BYTES, Trigger, TriggerKind};
 use crossweft_device::packet::{self, copy_from_packets, copy_to_packets, flag_of};
 use crossweft_device::program::{
-    BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
+    BASES_AT, BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
 };
 use crossweft_device::reduce::{Location, Reducer, Sources};
 use crossweft_device::semaphore::Semaphore;
@@ -829,13 +829,15 @@ const RANK_WORDS: u64 = 64;
 /// Atomic words of a rank: three counters a line each, then two halves of two packet slots.
 const RANK_ATOMICS: u64 = 2 * COUNTER_STRIDE / 8 + 16;
 
+/// Words of a thread block's tables in the model of a barrier.
+const BLOCK_WORDS: u64 = 46;
+
 /// Where a rank's input lies, and then its output.
 fn buffer(memory: &LoomMemory, rank: u64) -> u64 {
     memory.plain(rank * RANK_WORDS + 56)
 }
 
 /// Bytes of an operation and of an operand in their tables.
-const BLOCK_BYTES: u64 = size_of::<BlockOps>() as u64;
 const OP_BYTES: u64 = size_of::<Op>() as u64;
 const OPERAND_BYTES: u64 = size_of::<Operand>() as u64;
 
@@ -846,14 +848,11 @@ fn one_shot(memory: &LoomMemory, rank: u32, epoch: u64) -> Program {
     let counters = |rank: u32| memory.atomic(u64::from(rank) * RANK_ATOMICS);
     let packets = |rank: u32| counters(rank) + 2 * COUNTER_STRIDE;
     let program = Program {
-        blocks: tables,
-        ops: tables + BLOCK_BYTES,
-        operands: tables + BLOCK_BYTES + 2 * OP_BYTES,
-        links: 0,
+        tables,
+        stride: RANK_WORDS * 8,
         semaphores: 0,
         ports: 0,
         memories: 0,
-        bases: tables + BLOCK_BYTES + 2 * OP_BYTES + 5 * OPERAND_BYTES,
         counters: counters(rank),
         scratch_half: 0,
         packets_half: 64,
@@ -872,17 +871,20 @@ fn one_shot(memory: &LoomMemory, rank: u32, epoch: u64) -> Program {
         index,
         peer,
     };
-    let op = |kind, first_operand, sources| Op {
+    let bases = tables + BASES_AT;
+    let ops_at = BASES_AT + 2 * SPACES * 8;
+    let operands_at = ops_at + 2 * OP_BYTES;
+    let op = |kind, first_operand: u64, sources| Op {
         kind,
         index: 0,
         chunk: 0,
         chunks: 1,
         slice: 0,
         slices: 1,
-        first_operand,
+        operands_at: (operands_at + first_operand * OPERAND_BYTES) as u32,
         sources,
         destinations: 1,
-        first_link: 0,
+        links_at: 0,
         links: 0,
         flags: flags::LAST,
         unit: 0,
@@ -898,25 +900,22 @@ fn one_shot(memory: &LoomMemory, rank: u32, epoch: u64) -> Program {
     let ops = [op(OpKind::Move, 0, 1), op(OpKind::Reduce, 2, 2)];
     // SAFETY: the tables lie in this rank's part of the arena.
     unsafe {
+        let ops_at_word = ops_at as u32;
         memory.write(
-            program.blocks,
+            tables,
             BlockOps {
-                first: 0,
                 count: 2,
-                ..BlockOps::default()
+                ops_at: ops_at_word,
             },
         );
         for (i, op) in ops.into_iter().enumerate() {
-            memory.write(program.ops + (i * size_of::<Op>()) as u64, op);
+            memory.write(tables + ops_at + i as u64 * OP_BYTES, op);
         }
         for (i, operand) in operands.into_iter().enumerate() {
-            memory.write(
-                program.operands + (i * size_of::<Operand>()) as u64,
-                operand,
-            );
+            memory.write(tables + operands_at + i as u64 * OPERAND_BYTES, operand);
         }
         for r in 0..2 {
-            let entry = program.bases + (u64::from(r) * SPACES + Space::Packets as u64) * 8;
+            let entry = bases + (u64::from(r) * SPACES + Space::Packets as u64) * 8;
             memory.write(entry, packets(r));
         }
         memory.store(program.counters, epoch);
@@ -984,14 +983,11 @@ fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
         let memory = Rc::new(LoomMemory::new(3 * COUNTER_STRIDE / 8, 2 * RANK_WORDS));
         let tables = memory.plain(0);
         let program = Program {
-            blocks: tables,
-            ops: tables + 2 * BLOCK_BYTES,
-            operands: tables + 2 * BLOCK_BYTES + 6 * OP_BYTES,
-            links: 0,
+            tables,
+            stride: BLOCK_WORDS * 8,
             semaphores: 0,
             ports: 0,
             memories: 0,
-            bases: tables + 2 * BLOCK_BYTES + 6 * OP_BYTES + 8 * OPERAND_BYTES,
             counters: memory.atomic(0),
             scratch_half: 0,
             packets_half: 0,
@@ -1002,30 +998,31 @@ fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
             chunks: 1,
             element: 4,
         };
-        let [input, output, scratch] = [90, 94, 98].map(|i| memory.plain(i));
+        let [input, output, scratch] = [92, 96, 100].map(|i| memory.plain(i));
         // SAFETY: the tables lie in the arena.
         unsafe {
             for block in 0..2 {
-                let first = block * 3;
+                let tables = tables + u64::from(block) * BLOCK_WORDS * 8;
+                let ops_at = BASES_AT + SPACES * 8;
+                let operands_at = ops_at + 3 * OP_BYTES;
                 memory.write(
-                    program.blocks + u64::from(block) * BLOCK_BYTES,
+                    tables,
                     BlockOps {
-                        first,
                         count: 3,
-                        ..BlockOps::default()
+                        ops_at: ops_at as u32,
                     },
                 );
-                let op = |kind, slice, first_operand, links| Op {
+                let op = |kind, slice, first_operand: u64, links| Op {
                     kind,
                     index: 0,
                     chunk: 0,
                     chunks: 1,
                     slice,
                     slices: 2,
-                    first_operand,
+                    operands_at: (operands_at + first_operand * OPERAND_BYTES) as u32,
                     sources: 1,
                     destinations: 1,
-                    first_link: 0,
+                    links_at: 0,
                     links,
                     flags: 0,
                     unit: 0,
@@ -1036,23 +1033,22 @@ fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
                     op(OpKind::Move, 1 - block, 2, 0),
                 ];
                 for (i, op) in ops.into_iter().enumerate() {
-                    let entry = u64::from(first) as usize + i;
-                    memory.write(program.ops + (entry * size_of::<Op>()) as u64, op);
+                    memory.write(tables + ops_at + i as u64 * OP_BYTES, op);
                 }
+                let operand = |space| Operand {
+                    space,
+                    rank: 0,
+                    block: 0,
+                    index: 0,
+                    peer: 0,
+                };
+                let operands = [Space::Input, Space::Scratch, Space::Scratch, Space::Output];
+                for (i, space) in operands.into_iter().enumerate() {
+                    let entry = tables + operands_at + i as u64 * OPERAND_BYTES;
+                    memory.write(entry, operand(space));
+                }
+                memory.write(tables + BASES_AT + Space::Scratch as u64 * 8, scratch);
             }
-            let operand = |space| Operand {
-                space,
-                rank: 0,
-                block: 0,
-                index: 0,
-                peer: 0,
-            };
-            let operands = [Space::Input, Space::Scratch, Space::Scratch, Space::Output];
-            for (i, space) in operands.into_iter().enumerate() {
-                let entry = program.operands + (i * size_of::<Operand>()) as u64;
-                memory.write(entry, operand(space));
-            }
-            memory.write(program.bases + Space::Scratch as u64 * 8, scratch);
             memory.store(program.counters, 1);
             for i in 0..4 {
                 memory.write(input + i * 8, 10 + i);

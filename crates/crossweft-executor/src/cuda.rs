@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossweft_channel::KernelGuard;
+use crossweft_device::extent::chunk_bytes;
 use crossweft_device::program::{Launch, Program};
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::Interrupted;
@@ -118,6 +119,7 @@ impl CudaLauncher {
         PlanLaunch {
             program: *program,
             launch: *launch,
+            chunk: chunk_bytes(launch.bytes, program.chunks),
             context: self.guard.context(limit),
             op: self.op,
             reserved: 0,

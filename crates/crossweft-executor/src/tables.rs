@@ -9,12 +9,15 @@ use crossweft_channel::{
 };
 use crossweft_device::channel::PortChannel as PortHandle;
 use crossweft_device::program::{
-    BlockOps, COUNTER_STRIDE, Op, OpKind, Operand, Program, SPACES, Space, flags,
+    BASES_AT, BlockOps, COUNTER_STRIDE, Op, OpKind, Operand, Program, SPACES, Space, flags,
 };
 use crossweft_hal::Device;
 use crossweft_plan::{
     Buffer, ChannelKind, Op as PlanOp, Operand as PlanOperand, Plan, RankProgram,
 };
+
+/// What tables are aligned to.
+const LINE: u64 = BASES_AT;
 
 /// Owns what a [`Program`] points to. Nothing in it changes, except for the counters, which device
 /// code alone touches.
@@ -29,14 +32,11 @@ pub(crate) struct Tables {
 
 #[derive(Debug)]
 struct Offsets {
-    blocks: u64,
-    ops: u64,
-    operands: u64,
-    links: u64,
+    tables: u64,
+    stride: u64,
     semaphores: u64,
     ports: u64,
     memories: u64,
-    bases: u64,
     counters: u64,
 }
 
@@ -158,43 +158,25 @@ impl Tables {
         first_epoch: u64,
     ) -> Result<Self, ChannelError> {
         let program = &plan.ranks[rank as usize];
-        let mut lowering = Lowering {
-            plan,
-            rank,
-            memories,
-            ops: Vec::new(),
-            operands: Vec::new(),
-            links: Vec::new(),
-            bases: vec![0; plan.ranks.len() * SPACES as usize],
-        };
         let mut blocks = Vec::new();
         for block in &program.blocks {
-            let first = lowering.ops.len() as u32;
-            let first_operand = lowering.operands.len() as u32;
-            let first_link = lowering.links.len() as u32;
+            let mut lowering = Lowering {
+                plan,
+                rank,
+                memories,
+                ops: Vec::new(),
+                operands: Vec::new(),
+                links: Vec::new(),
+                bases: vec![0; plan.ranks.len() * SPACES as usize],
+            };
             for (index, op) in (0..).zip(block) {
                 lowering.op(program, index, op)?;
             }
-            blocks.push(BlockOps {
-                first,
-                count: lowering.ops.len() as u32 - first,
-                first_operand,
-                operands: lowering.operands.len() as u32 - first_operand,
-                first_link,
-                links: lowering.links.len() as u32 - first_link,
-            });
+            // The packet memory of this rank is cleared now and then, whoever reads it.
+            lowering.bases[rank as usize * SPACES as usize + Space::Packets as usize] =
+                memories.base(rank, Space::Packets)?;
+            blocks.push(lowering);
         }
-        let Lowering {
-            ops,
-            operands,
-            links,
-            mut bases,
-            ..
-        } = lowering;
-        // The packet memory of this rank is cleared now and then, whoever reads it.
-        bases[rank as usize * SPACES as usize + Space::Packets as usize] =
-            memories.base(rank, Space::Packets)?;
-
         let barriers = program.barriers();
         // A cache line each; what is there at first of a semaphore counts as released.
         const WORDS: usize = COUNTER_STRIDE as usize / 8;
@@ -219,15 +201,16 @@ impl Tables {
             .map(|&place| channels.pool.handle(place));
         let semaphores: Vec<_> = semaphores.collect();
         let mut image = ImageBuilder::default();
+        let stride = blocks.iter().map(Lowering::bytes).max().unwrap_or(0);
+        for block in blocks {
+            block.put(&mut image, stride);
+        }
         let at = Offsets {
-            blocks: image.put(&blocks),
-            ops: image.put(&ops),
-            operands: image.put(&operands),
-            links: image.put(&links),
+            tables: 0,
+            stride,
             semaphores: image.put(&semaphores),
             ports: image.put(&ports),
             memories: image.put(&port_memories),
-            bases: image.put(&bases),
             counters: image.put(&counters),
         };
         Ok(Self {
@@ -248,14 +231,11 @@ impl Tables {
     ) -> Program {
         let addr = |offset| self.image.addr(offset);
         Program {
-            blocks: addr(self.at.blocks),
-            ops: addr(self.at.ops),
-            operands: addr(self.at.operands),
-            links: addr(self.at.links),
+            tables: addr(self.at.tables),
+            stride: self.at.stride,
             semaphores: addr(self.at.semaphores),
             ports: addr(self.at.ports),
             memories: addr(self.at.memories),
-            bases: addr(self.at.bases),
             counters: addr(self.at.counters),
             scratch_half: halves.0,
             packets_half: halves.1,
@@ -269,7 +249,7 @@ impl Tables {
     }
 }
 
-/// A rank's operations on their way into flat tables.
+/// A thread block's operations on their way into flat tables.
 struct Lowering<'a> {
     plan: &'a Plan,
     rank: u32,
@@ -281,6 +261,39 @@ struct Lowering<'a> {
 }
 
 impl Lowering<'_> {
+    /// Bytes of the tables: each begins on a cache line of its own.
+    fn bytes(&self) -> u64 {
+        let lines = |bytes: usize| (bytes as u64).div_ceil(LINE) * LINE;
+        lines(size_of::<BlockOps>())
+            + lines(size_of_val(self.bases.as_slice()))
+            + lines(size_of_val(self.ops.as_slice()))
+            + lines(size_of_val(self.operands.as_slice()))
+            + lines(size_of_val(self.links.as_slice()))
+    }
+
+    /// Appends the tables to `image`, and fills up to `stride` bytes.
+    fn put(mut self, image: &mut ImageBuilder, stride: u64) {
+        let lines = |bytes: usize| (bytes as u64).div_ceil(LINE) * LINE;
+        let ops_at = BASES_AT + lines(size_of_val(self.bases.as_slice()));
+        let operands_at = ops_at + lines(size_of_val(self.ops.as_slice()));
+        let links_at = operands_at + lines(size_of_val(self.operands.as_slice()));
+        // Until here they were entries.
+        for op in &mut self.ops {
+            op.operands_at = operands_at as u32 + op.operands_at * size_of::<Operand>() as u32;
+            if op.kind != OpKind::Barrier {
+                op.links_at = links_at as u32 + op.links_at * size_of::<u32>() as u32;
+            }
+        }
+        let count = self.ops.len() as u32;
+        let ops_at = ops_at as u32;
+        let begin = image.put(&[BlockOps { count, ops_at }]);
+        image.put(&self.bases);
+        image.put(&self.ops);
+        image.put(&self.operands);
+        let end = image.put(&self.links) + lines(size_of_val(self.links.as_slice()));
+        image.zeros(((stride - (end - begin)) / LINE) as usize);
+    }
+
     fn op(&mut self, program: &RankProgram, index: u32, op: &PlanOp) -> Result<(), ChannelError> {
         match op {
             PlanOp::Loop {
@@ -348,7 +361,7 @@ impl Lowering<'_> {
             }
             PlanOp::Barrier { id, blocks } => {
                 let at = self.push(index, OpKind::Barrier, op, &[])?;
-                (self.ops[at].first_link, self.ops[at].links) = (*id, *blocks);
+                (self.ops[at].links_at, self.ops[at].links) = (*id, *blocks);
             }
             // `Sync`. What a newer plan crate may add must be lowered here first.
             _ => {
@@ -368,7 +381,7 @@ impl Lowering<'_> {
     ) -> Result<usize, ChannelError> {
         let (from, to) = op.operands();
         let by_proxy = kind == OpKind::Put;
-        let (first_operand, first_link) = (self.operands.len() as u32, self.links.len() as u32);
+        let (operands_at, links_at) = (self.operands.len() as u32, self.links.len() as u32);
         for operand in from {
             // Packets are read where they arrive; their sender is who is waited for.
             let sender = match operand.buffer {
@@ -399,10 +412,10 @@ impl Lowering<'_> {
             chunks: chunks.map_or(0, |chunks| chunks.count),
             slice,
             slices,
-            first_operand,
+            operands_at,
             sources: from.len() as u32,
             destinations: to.len() as u32,
-            first_link,
+            links_at,
             links: links.len() as u32,
             flags: 0,
             unit: 0,

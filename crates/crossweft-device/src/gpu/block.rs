@@ -17,8 +17,10 @@ const PATIENCE: u32 = 1024;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BlockState {
-    /// When waits end.
+    /// When waits end; 0 until one of them has lasted.
     end: u64,
+    /// See [`GpuContext::limit_ns`].
+    limit: u64,
     /// See [`GpuContext::abort`].
     abort: u64,
     /// See [`GpuContext::status`].
@@ -40,31 +42,61 @@ pub trait Shared {
 pub struct GpuBlock<S>(PhantomData<S>);
 
 impl<S: Shared> GpuBlock<S> {
-    /// Of a thread block of `rank`; the time that `context` allows begins now. All threads of the
-    /// block call it.
+    /// Of a thread block of `rank`. All threads of the block call it.
     ///
     /// # Safety
     /// The context's addresses must be valid, and `S` give memory that nothing else uses.
     #[inline(always)]
     #[must_use]
     pub unsafe fn begin(context: &GpuContext, rank: u32) -> Self {
+        // SAFETY: the caller's promise.
+        let this = unsafe { Self::open(context, rank) };
+        let _ = barrier_max::<0>(0);
+        this
+    }
+
+    /// [`begin`](Self::begin) for a kernel that has a barrier to come before anybody waits.
+    ///
+    /// # Safety
+    /// As there, and the block must meet at a barrier before it uses this.
+    #[inline(always)]
+    #[must_use]
+    pub unsafe fn open(context: &GpuContext, rank: u32) -> Self {
         if thread() == 0 {
-            let end = match context.limit_ns {
-                0 => u64::MAX,
-                limit => time_ns().saturating_add(limit),
-            };
             let state = BlockState {
-                end,
+                end: 0,
+                limit: context.limit_ns,
                 abort: context.abort,
                 status: context.status,
                 rank,
                 reserved: 0,
             };
-            // SAFETY: the caller's promise; the others wait at the barrier.
+            // SAFETY: the caller's promise; nobody else uses it before a barrier.
             unsafe { S::state().write(state) };
         }
-        let _ = barrier_max::<0>(0);
         Self(PhantomData)
+    }
+
+    /// When waits end. The clock, which takes a quarter of a microsecond to read, starts when the
+    /// first wait has lasted.
+    ///
+    /// # Safety
+    /// As for [`begin`](Self::begin).
+    unsafe fn end(now: u64) -> u64 {
+        // SAFETY: the caller's promise. Threads that come here at once write nearly the same, in one
+        // access.
+        unsafe {
+            let BlockState { end, limit, .. } = *S::state();
+            if end != 0 {
+                return end;
+            }
+            let end = match limit {
+                0 => u64::MAX,
+                limit => now.saturating_add(limit),
+            };
+            (&raw mut (*S::state()).end).write_volatile(end);
+            end
+        }
     }
 
     /// Leaves a record of the first wait that ended badly.
@@ -98,9 +130,10 @@ impl<S: Shared> GpuBlock<S> {
         seen: u64,
     ) -> u32 {
         // SAFETY: `begin` was promised shared memory, and the context's addresses.
-        let (end, aborted) = unsafe {
-            let BlockState { end, abort, .. } = *S::state();
-            (end, abort != 0 && Raw.load(abort) != 0)
+        let (now, end, aborted) = unsafe {
+            let now = time_ns();
+            let BlockState { abort, .. } = *S::state();
+            (now, Self::end(now), abort != 0 && Raw.load(abort) != 0)
         };
         let of_other_size =
             kind == WaitKind::Packet && is_of_other_size(expected as u32, seen as u32);
@@ -108,7 +141,7 @@ impl<S: Shared> GpuBlock<S> {
             Stopped::Mismatch
         } else if aborted {
             Stopped::Aborted
-        } else if time_ns() >= end {
+        } else if now >= end {
             Stopped::Deadline
         } else {
             return 0;

@@ -8,8 +8,8 @@ use crate::wait::Waiting;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuContext {
-    /// How long the kernel may take, in nanoseconds from its start; 0 for no limit. Relative, so
-    /// that a captured launch can be replayed at any time.
+    /// How long a block of the kernel may wait, in nanoseconds from when its first wait has lasted (about
+    /// a millisecond); 0 for no limit. Relative, so that a captured launch can be replayed at any time.
     pub limit_ns: u64,
     /// A word in pinned host memory: 0 while all is well.
     pub abort: u64,
@@ -46,6 +46,8 @@ pub struct PlanLaunch {
     pub program: Program,
     /// What differs from launch to launch.
     pub launch: Launch,
+    /// [`chunk_bytes`](crate::extent::chunk_bytes) of the message: a division that the host does.
+    pub chunk: u64,
     /// How waits end.
     pub context: GpuContext,
     /// How the plan reduces.
@@ -87,7 +89,7 @@ const _: () = assert!(size_of::<Waiting>() == 40);
 const _: () = assert!(size_of::<StatusRecord>() == 32 + size_of::<Waiting>());
 const _: () = assert!(
     size_of::<PlanLaunch>()
-        == size_of::<Program>() + size_of::<Launch>() + size_of::<GpuContext>() + 8
+        == size_of::<Program>() + size_of::<Launch>() + size_of::<GpuContext>() + 16
 );
 // Kernel parameters end at 4 KiB.
 const _: () = assert!(size_of::<PlanLaunch>() <= 4096);
