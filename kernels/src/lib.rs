@@ -6,5 +6,7 @@
 #[cfg(module = "bench")]
 mod bench;
 #[cfg(not(module = "bench"))]
+mod fused;
+#[cfg(not(module = "bench"))]
 mod plan;
 mod shared;

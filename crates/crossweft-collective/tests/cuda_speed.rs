@@ -1,4 +1,4 @@
-//! What the executor costs beside a kernel written by hand, and other figures of one CUDA device: two
+//! What a small call costs, in one piece, by the executor and beside a kernel from nvcc, and other figures of one CUDA device: two
 //! virtual ranks on it, calls recorded into graphs. Prints; asserts nothing about time. Run with
 //! `CUDA_DEVICE_MAX_CONNECTIONS=32`, `--nocapture` and an optimised build.
 #![allow(clippy::unwrap_used, unsafe_code, reason = "tests")]
@@ -6,15 +6,16 @@
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Algorithm, AllReduceOptions, CommunicatorOptions, DataType, ReduceOp, Schedule,
-    run_in_threads_on,
+    Algorithm, AllReduce, AllReduceOptions, CollectiveError, CommunicatorOptions, DataType,
+    ReduceOp, Schedule, run_in_threads_on,
 };
+use crossweft_device::executor::Counters;
 use crossweft_executor::{Buffers, Options, Prepared, RawBuffers};
 use crossweft_hal::Device;
 use crossweft_hal::cuda::{
     Argument, CompileOptions, Context, Driver, Event, Kernel, Module, PinnedMemory, Shape, Stream,
 };
-use crossweft_kernels::{GpuContext, OneShotLaunch, bench, bench_module};
+use crossweft_kernels::{FusedLaunch, GpuContext, MAX_FUSED, bench, bench_module};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const CALLS: u32 = 100;
@@ -83,15 +84,47 @@ fn in_graph(
     median(times)
 }
 
-/// Median and least time of the executor, and of the kernel written by hand, on one rank.
-type Row = ((f64, f64), (f64, f64));
+/// Calls of `all_reduce` in a graph: median and least time in microseconds.
+fn recorded(
+    all_reduce: &AllReduce,
+    bytes: u64,
+    line_up: impl Fn(),
+) -> Result<(f64, f64), CollectiveError> {
+    all_reduce.run_symmetric(0, 0, bytes)?;
+    let recorded = all_reduce.record_symmetric(0, 0, bytes, CALLS)?;
+    let mut times = Vec::new();
+    for replay in 0..=REPLAYS {
+        line_up();
+        recorded.start(LIMIT)?;
+        let time = recorded.finish(LIMIT)?;
+        if replay > 0 {
+            times.push(time.as_secs_f64() * 1e6);
+        }
+    }
+    Ok(median(times))
+}
+
+/// The module that nvcc made of benches/gpu/rivals.cu, if somebody has compiled it.
+fn rivals(context: &std::sync::Arc<Context>) -> Option<std::sync::Arc<Module>> {
+    let path = std::env::var("CROSSWEFT_RIVALS_PTX").ok()?;
+    let ptx = std::fs::read_to_string(path).unwrap();
+    let options = CompileOptions {
+        max_registers: Some(crossweft_kernels::MAX_REGISTERS),
+        ..CompileOptions::default()
+    };
+    Some(Module::load(context, "rivals", &ptx, &options).unwrap())
+}
+
+/// Median and least time on one rank: of a call as it is made, of the executor, of the kernel from nvcc.
+type Row = [(f64, f64); 3];
 
 #[test]
-fn the_executor_beside_a_one_shot_written_by_hand() {
+fn a_one_shot_beside_the_executor_and_nvcc() {
     let Some(context) = context() else { return };
+    let rivals = rivals(&context);
     for bytes in [1 << 10, 16 << 10, 64 << 10] {
         for blocks in [1, 4, 16] {
-            let rows = run_in_threads_on(
+            let rows: Vec<Row> = run_in_threads_on(
                 |_| Ok(Device::Cuda(context.clone())),
                 2,
                 CommunicatorOptions { timeout: LIMIT },
@@ -107,78 +140,77 @@ fn the_executor_beside_a_one_shot_written_by_hand() {
                         .algorithm(Algorithm::OneShot)
                         .blocks(blocks, Schedule::default());
                     let all_reduce = communicator.all_reduce(options)?;
-                    all_reduce.run_symmetric(0, 0, bytes)?;
-                    let recorded = all_reduce.record_symmetric(0, 0, bytes, CALLS)?;
-                    let mut times = Vec::new();
-                    for replay in 0..=REPLAYS {
-                        line_up();
-                        recorded.start(LIMIT)?;
-                        let time = recorded.finish(LIMIT)?;
-                        if replay > 0 {
-                            times.push(time.as_secs_f64() * 1e6);
-                        }
-                    }
-                    let executor = median(times);
+                    let call = recorded(&all_reduce, bytes, line_up)?;
+                    // What is no multiple of 16 bytes takes the executor.
+                    let executor = recorded(&all_reduce, bytes - 2, line_up)?;
+                    let Some(rivals) = &rivals else {
+                        return Ok([call, executor, (f64::NAN, f64::NAN)]);
+                    };
 
                     let packets = communicator.allocate(8 * bytes)?;
                     let memory = packets.registered();
-                    let bases = [memory.addr(0).unwrap(), memory.addr(1).unwrap()];
-                    let bases = bases.map(u64::to_le_bytes).concat();
+                    let at = |rank: u32, sender: u32| {
+                        memory.addr(rank).unwrap() + u64::from(sender) * 2 * bytes
+                    };
                     let table = communicator.device().allocate(4096)?;
-                    table.write(0, &bases)?;
-                    table.write(256, &1_u64.to_le_bytes())?;
+                    table.write(0, &1_u64.to_le_bytes())?;
                     let status = PinnedMemory::allocate(&context, 4096).unwrap();
-                    let launch = OneShotLaunch {
+                    let peer = 1 - rank;
+                    let mut launch = FusedLaunch {
                         input: buffer.registered().local().addr(),
                         output: output.registered().local().addr(),
                         bytes,
-                        packets: table.addr(),
-                        slot: 2 * bytes,
-                        counters: table.addr() + 256,
-                        rank,
-                        ranks: 2,
+                        step: (bytes / 16).div_ceil(blocks.into()) * 16,
+                        counters: Counters {
+                            epoch: table.addr(),
+                            packets: at(rank, 0),
+                            packets_half: 4 * bytes,
+                            blocks: blocks.into(),
+                        },
                         context: GpuContext {
                             limit_ns: 10_000_000_000,
                             abort: status.device_address(),
                             status: status.device_address() + 64,
                         },
+                        op: ReduceOp::Sum,
+                        divisor: 0,
+                        targets: 1,
+                        sources: 2,
+                        op_index: 1,
+                        rank,
+                        target: [0; MAX_FUSED],
+                        source: [0; MAX_FUSED],
+                        peer: [peer; MAX_FUSED],
                     };
-                    // SAFETY: plain data.
-                    let words = unsafe {
-                        std::slice::from_raw_parts(
-                            (&raw const launch).cast::<u8>(),
-                            size_of::<OneShotLaunch>(),
-                        )
-                    };
-                    table.write(1024, words)?;
-                    let one_shot = kernel(&context, bench::ONE_SHOT_BF16);
-                    let shape = Shape::linear(blocks, 384);
-                    let address = table.addr() + 1024;
-                    let by_hand = in_graph(
+                    launch.target[0] = at(peer, rank);
+                    launch.source[peer as usize] = at(rank, peer);
+                    let one_shot = rivals.kernel("rival_one_shot").unwrap();
+                    let threads = (launch.step / 16).next_multiple_of(32).clamp(32, 384);
+                    let shape = Shape::linear(blocks, threads as u32);
+                    let rival = in_graph(
                         &stream,
                         |stream| {
                             // SAFETY: what the kernel takes; all memory is kept until the end.
-                            unsafe { one_shot.launch(stream, &shape, &[Argument::from(&address)]) }
+                            unsafe { one_shot.launch(stream, &shape, &[Argument::from(&launch)]) }
                                 .unwrap();
                         },
                         line_up,
                     );
-                    assert_eq!(
-                        status.words()[9].load(std::sync::atomic::Ordering::Relaxed),
-                        0
-                    );
                     communicator.barrier()?;
-                    Ok((executor, by_hand))
+                    Ok([call, executor, rival])
                 },
             )
             .unwrap();
-            let most = |f: fn(&Row) -> f64| rows.iter().map(f).fold(0.0, f64::max);
+            let most = |of: usize| {
+                let p50 = rows.iter().map(|r| r[of].0).fold(0.0, f64::max);
+                let min = rows.iter().map(|r| r[of].1).fold(0.0, f64::max);
+                format!("{p50:.2} (min {min:.2})")
+            };
             println!(
-                "{bytes:>6} B, {blocks:>2} blocks: executor {:.2} (min {:.2}) us, by hand {:.2} (min {:.2})",
-                most(|r| r.0.0),
-                most(|r| r.0.1),
-                most(|r| r.1.0),
-                most(|r| r.1.1),
+                "{bytes:>6} B, {blocks:>2} blocks: in one piece {} us, executor {}, nvcc {}",
+                most(0),
+                most(1),
+                most(2),
             );
         }
     }
@@ -193,15 +225,7 @@ fn launches_copies_and_loading() {
         device.allocate(256 << 20).unwrap(),
         device.allocate(256 << 20).unwrap(),
     );
-    // The same kernels from nvcc, if somebody has compiled them.
-    let rivals = std::env::var("CROSSWEFT_RIVALS_PTX").ok().map(|path| {
-        let ptx = std::fs::read_to_string(path).unwrap();
-        let options = CompileOptions {
-            max_registers: Some(crossweft_kernels::MAX_REGISTERS),
-            ..CompileOptions::default()
-        };
-        Module::load(&context, "rivals", &ptx, &options).unwrap()
-    });
+    let rivals = rivals(&context);
     let mut kernels = vec![
         (bench::COPY, kernel(&context, bench::COPY)),
         (bench::ADD_BF16, kernel(&context, bench::ADD_BF16)),

@@ -630,50 +630,86 @@ impl<B: Block> Execution<'_, B> {
         self.block.sync(mine)
     }
 
-    /// Ends this block's part; the last block to leave advances the epoch.
+    /// Ends this block's part.
     ///
     /// # Safety
     /// This block, which is number `index`, must have done all its operations.
     unsafe fn leave(&self, index: u32) -> Result<(), Stopped> {
-        let (memory, program) = (self.block.memory(), self.program);
-        let left = program.counters + COUNTER_STRIDE;
-        let blocks = u64::from(program.block_count);
-        let scrubs = packet::is_scrub_epoch(self.start.epoch);
-        // A block alone need not count. Counting is a locked instruction on some machines: it would
-        // wait here until all that was sent has reached the peers.
-        let is_last = self.block.thread() == 0
-            // SAFETY: the program is prepared.
-            && (blocks == 1 || blocks == 1 + unsafe {
-                match scrubs {
-                    // What the others read must not be cleared before.
-                    true => memory.fetch_add(left, 1),
-                    false => memory.fetch_add_local(left, 1),
-                }
-            });
-        let is_last = self.block.opaque(is_last);
-        if scrubs {
-            // SAFETY: the caller's promise.
-            unsafe {
-                scrub(
-                    self.block,
-                    program,
-                    self.start.tables,
-                    self.start.epoch,
-                    is_last,
-                    index,
-                )?
+        let program = self.program;
+        let own = (u64::from(program.rank) * SPACES + Space::Packets as u64) * 8;
+        // SAFETY: the table has an entry for every rank and space, and never changes; the rest is the
+        // caller's promise.
+        unsafe {
+            let counters = Counters {
+                epoch: program.counters,
+                packets: self.block.memory().read(self.start.tables + BASES_AT + own),
+                packets_half: program.packets_half,
+                blocks: program.block_count.into(),
             };
+            leave(self.block, &counters, self.start.epoch, index)
         }
-        if is_last {
-            // SAFETY: the program is prepared, and the last block is alone with its rank's counters.
-            // Relaxed, for whoever launches next does so after this launch has ended.
-            unsafe {
-                memory.store(left, 0);
-                memory.store(program.counters, self.start.epoch + 1);
-            }
-        }
-        Ok(())
     }
+}
+
+/// What a launch begins and ends with.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Counters {
+    /// Address of the epoch; the count of blocks that left is a [`COUNTER_STRIDE`] further.
+    pub epoch: u64,
+    /// This rank's packet memory: two halves.
+    pub packets: u64,
+    /// Bytes of one.
+    pub packets_half: u64,
+    /// Thread blocks.
+    pub blocks: u64,
+}
+
+/// Block: ends this block's part; the last block to leave advances the epoch.
+///
+/// # Errors
+/// [`Stopped`], if another thread brings it.
+///
+/// # Safety
+/// This block, which is number `index`, must have done all its operations, and all its threads must have
+/// met since.
+pub(crate) unsafe fn leave<B: Block>(
+    block: &B,
+    counters: &Counters,
+    epoch: u64,
+    index: u32,
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    let left = counters.epoch + COUNTER_STRIDE;
+    let scrubs = packet::is_scrub_epoch(epoch);
+    // A block alone need not count. Counting is a locked instruction on some machines: it would
+    // wait here until all that was sent has reached the peers.
+    let is_last = block.thread() == 0
+        // SAFETY: the program is prepared.
+        && (counters.blocks == 1 || counters.blocks == 1 + unsafe {
+            match scrubs {
+                // What the others read must not be cleared before.
+                true => memory.fetch_add(left, 1),
+                false => memory.fetch_add_local(left, 1),
+            }
+        });
+    let is_last = block.opaque(is_last);
+    if scrubs {
+        let half = counters.packets + (epoch & 1) * counters.packets_half;
+        // Where thread 0 tells the others. Not 0, and no other block's.
+        let told = (left + 8, (epoch << 16 | u64::from(index)) + 1);
+        // SAFETY: the caller's promise.
+        unsafe { scrub(block, told, half, counters.packets_half, is_last)? };
+    }
+    if is_last {
+        // SAFETY: the program is prepared, and the last block is alone with its rank's counters.
+        // Relaxed, for whoever launches next does so after this launch has ended.
+        unsafe {
+            memory.store(left, 0);
+            memory.store(counters.epoch, epoch + 1);
+        }
+    }
+    Ok(())
 }
 
 /// Block: the last one clears this epoch's half of the packet memory. All blocks have read theirs, and
@@ -683,35 +719,29 @@ impl<B: Block> Execution<'_, B> {
 /// and threads of one block would meet at different ones.
 ///
 /// # Safety
-/// As for [`Execution::leave`].
+/// `half` must be the `bytes` bytes of this epoch's packets, `word` one that is the rank's alone, and `last`
+/// no other block's in it.
 #[cold]
 #[inline(never)]
 unsafe fn scrub<B: Block>(
     block: &B,
-    program: &Program,
-    tables: u64,
-    epoch: u64,
+    (word, last): (u64, u64),
+    half: u64,
+    bytes: u64,
     is_last: bool,
-    index: u32,
 ) -> Result<(), Stopped> {
     let memory = block.memory();
-    // Where thread 0 tells the others. Not 0, and no other block's.
-    let word = program.counters + COUNTER_STRIDE + 8;
-    let last = (epoch << 16 | u64::from(index)) + 1;
     if is_last {
-        // SAFETY: the program is prepared; only the last block writes here.
+        // SAFETY: only the last block writes here.
         unsafe { memory.store(word, last) };
     }
     block.sync(Ok(()))?;
-    // SAFETY: the table has an entry for every rank and space. Word by word: the peers' stores, seen
-    // through relaxed loads alone, are ordered before atomic stores only.
+    // SAFETY: the caller's promise. Word by word: the peers' stores, seen through relaxed loads alone,
+    // are ordered before atomic stores only.
     unsafe {
         if memory.load(word) == last {
-            let entry =
-                tables + BASES_AT + (u64::from(program.rank) * SPACES + Space::Packets as u64) * 8;
-            let half = memory.read::<u64>(entry) + (epoch & 1) * program.packets_half;
             let mut at = u64::from(block.thread()) * WORD;
-            while at < program.packets_half {
+            while at < bytes {
                 memory.store(half + at, 0);
                 at += u64::from(block.threads()) * WORD;
             }

@@ -74,8 +74,8 @@ impl Extent {
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation, reason = "it fits")]
 const fn divide_up(a: u64, b: u32) -> u64 {
-    match a < (1 << 32) - b as u64 {
-        true => ((a as u32 + (b - 1)) / b) as u64,
+    match a >> 32 == 0 {
+        true => (a as u32).div_ceil(b) as u64,
         false => a.div_ceil(b as u64),
     }
 }

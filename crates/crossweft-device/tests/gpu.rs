@@ -6,13 +6,17 @@ mod common;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use common::{Guarded, HostBlock, Random};
+use common::{Guarded, HostBlock, Random, difference, reference};
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
+use crossweft_device::executor::Counters;
+use crossweft_device::gpu::fused::{self, FusedTables};
 use crossweft_device::gpu::reduce::GpuElement;
-use crossweft_device::gpu::{GpuReducer, TABLE_BYTES, copy, packets};
+use crossweft_device::gpu::{
+    FusedLaunch, GpuContext, GpuReducer, MAX_FUSED, TABLE_BYTES, copy, packets,
+};
 use crossweft_device::packet::{PAYLOAD, WORD, copy_from_packets, copy_to_packets};
 use crossweft_device::reduce::{HostReducer, Location, Reducer, Sources};
-use crossweft_device::{Block, DataType, Raw, ReduceOp, Site, Stopped, WaitKind, Waiting};
+use crossweft_device::{Block, DataType, Memory, Raw, ReduceOp, Site, Stopped, WaitKind, Waiting};
 
 const SITE: Site = Site {
     kind: WaitKind::Packet,
@@ -513,4 +517,172 @@ fn packets_of_a_gpu_are_read_by_the_host() {
         assert_eq!(done, Ok(()));
     }
     assert_eq!(back.bytes(), data);
+}
+
+/// A launch's own tables.
+struct Own<'a>(&'a FusedLaunch);
+
+impl FusedTables for Own<'_> {
+    fn target(&self, k: u32) -> u64 {
+        self.0.target[k as usize]
+    }
+
+    fn source(&self, k: u32) -> u64 {
+        self.0.source[k as usize]
+    }
+
+    fn peer(&self, k: u32) -> u32 {
+        self.0.peer[k as usize]
+    }
+}
+
+/// Ranks of [`fused::run`], with room for messages of 64 pieces.
+struct FusedRanks {
+    inputs: Vec<Guarded>,
+    outputs: Vec<Guarded>,
+    packets: Vec<Guarded>,
+    counters: Vec<Guarded>,
+}
+
+const FUSED_RANKS: u32 = 3;
+const FUSED_MOST: u64 = 64 * 16;
+const FUSED_HALF: u64 = FUSED_RANKS as u64 * FUSED_MOST * 2;
+
+impl FusedRanks {
+    fn new(epoch: u64) -> Self {
+        let memories = |bytes: u64| -> Vec<Guarded> {
+            let zeros = vec![0; bytes as usize];
+            (0..FUSED_RANKS)
+                .map(|_| Guarded::holding(&zeros, 0))
+                .collect()
+        };
+        let mut this = Self {
+            inputs: memories(FUSED_MOST),
+            outputs: memories(FUSED_MOST),
+            packets: memories(2 * FUSED_HALF),
+            counters: memories(128),
+        };
+        for counters in &mut this.counters {
+            // SAFETY: the epoch's word.
+            unsafe { Raw.store(counters.addr(), epoch) };
+        }
+        this
+    }
+
+    fn launch(&mut self, rank: u32, op: ReduceOp, bytes: u64, blocks: u64) -> FusedLaunch {
+        let r = rank as usize;
+        let mut launch = FusedLaunch {
+            input: self.inputs[r].addr(),
+            output: self.outputs[r].addr(),
+            bytes,
+            step: (bytes / 16).div_ceil(blocks) * 16,
+            counters: Counters {
+                epoch: self.counters[r].addr(),
+                packets: self.packets[r].addr(),
+                packets_half: FUSED_HALF,
+                blocks,
+            },
+            context: GpuContext::default(),
+            op,
+            divisor: if op == ReduceOp::Avg { FUSED_RANKS } else { 0 },
+            targets: FUSED_RANKS - 1,
+            sources: FUSED_RANKS,
+            op_index: 1,
+            rank,
+            target: [0; MAX_FUSED],
+            source: [0; MAX_FUSED],
+            peer: [0; MAX_FUSED],
+        };
+        // Slot `sender` of the receiver.
+        let mut slot =
+            |at: u32, sender: u32| self.packets[at as usize].addr() + u64::from(sender) * bytes * 2;
+        for k in 1..FUSED_RANKS {
+            let peer = (rank + k) % FUSED_RANKS;
+            launch.target[k as usize - 1] = slot(peer, rank);
+        }
+        for k in 0..FUSED_RANKS {
+            launch.peer[k as usize] = k;
+            if k != rank {
+                launch.source[k as usize] = slot(rank, k);
+            }
+        }
+        launch
+    }
+}
+
+/// Launches of all ranks, blocks and threads at once, across an epoch that ends with clearing.
+fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
+    let blocks = 2;
+    let first = (1 << 18) - 1;
+    let mut ranks = FusedRanks::new(first);
+    for (epoch, pieces) in (first..).zip([1_u64, 64, 5, 33]) {
+        let bytes = pieces * 16;
+        let mut random = Random(epoch * 31 + pieces);
+        let data: Vec<_> = (0..FUSED_RANKS)
+            .map(|_| random.bytes(bytes as usize))
+            .collect();
+        for (input, data) in ranks.inputs.iter_mut().zip(&data) {
+            // SAFETY: it has room for the largest message.
+            unsafe { Raw.copy(input.addr(), data.as_ptr() as u64, bytes) };
+        }
+        let launches: Vec<_> = (0..FUSED_RANKS)
+            .map(|rank| ranks.launch(rank, op, bytes, blocks))
+            .collect();
+        std::thread::scope(|scope| {
+            for launch in &launches {
+                for index in 0..blocks as u32 {
+                    scope.spawn(move || {
+                        let outcomes = Team::new(3, 1 << 20).run(|member| {
+                            // SAFETY: the launch is laid out for these buffers.
+                            unsafe { fused::run::<_, E>(member, launch, &Own(launch), index) }
+                        });
+                        assert_eq!(outcomes, [Ok(()); 3], "epoch {epoch}");
+                    });
+                }
+            }
+        });
+        let expected = reference(dtype, op, FUSED_RANKS, &data);
+        for rank in 0..FUSED_RANKS as usize {
+            let mut got = vec![0; bytes as usize];
+            // SAFETY: the launch is over.
+            unsafe { Raw.copy(got.as_mut_ptr() as u64, ranks.outputs[rank].addr(), bytes) };
+            let wrong = difference(dtype, &got, &expected);
+            assert_eq!(wrong, None, "{dtype} {op}, rank {rank}, epoch {epoch}");
+            assert_eq!(ranks.counters[rank].word(0), epoch + 1);
+            assert!(ranks.outputs[rank].intact() && ranks.packets[rank].intact());
+            if crossweft_device::packet::is_scrub_epoch(epoch) {
+                let half = (epoch % 2 * FUSED_HALF) as usize / 8;
+                let cleared = half..half + FUSED_HALF as usize / 8;
+                assert!(
+                    cleared
+                        .into_iter()
+                        .all(|w| ranks.packets[rank].word(w) == 0)
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn one_shots_in_one_piece_are_the_references() {
+    for op in ReduceOp::ALL {
+        fused_reduces::<f32>(DataType::F32, op);
+        fused_reduces::<Bf16>(DataType::Bf16, op);
+        fused_reduces::<F16>(DataType::F16, op);
+        fused_reduces::<F8E4M3>(DataType::F8E4M3, op);
+        fused_reduces::<i8>(DataType::I8, op);
+        fused_reduces::<u64>(DataType::U64, op);
+    }
+}
+
+#[test]
+fn a_one_shot_in_one_piece_ends_its_wait() {
+    let mut ranks = FusedRanks::new(9);
+    let launch = ranks.launch(0, ReduceOp::Sum, 48, 1);
+    let outcomes = Team::new(2, 5).run(|member| {
+        // SAFETY: the launch is laid out for these buffers.
+        unsafe { fused::run::<_, i32>(member, &launch, &Own(&launch), 0) }
+    });
+    assert_eq!(outcomes, [Err(Stopped::Deadline); 2]);
+    assert_eq!(ranks.counters[0].word(0), 9);
 }

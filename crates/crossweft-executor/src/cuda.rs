@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossweft_channel::KernelGuard;
-use crossweft_device::extent::chunk_bytes;
+use crossweft_device::extent::{GRANULE, chunk_bytes};
 use crossweft_device::program::{Launch, Program};
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::Interrupted;
@@ -14,10 +14,12 @@ use crossweft_hal::cuda::{
 };
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::{
-    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, PlanLaunch, plan_entry, plan_module,
+    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, PlanLaunch, fused_entry, plan_entry,
+    plan_module,
 };
 
 use crate::ExecutorError;
+use crate::fused::Fused;
 use crate::launch::RawBuffers;
 use crate::prepared::{Machine, Prepared};
 
@@ -25,6 +27,8 @@ use crate::prepared::{Machine, Prepared};
 #[derive(Debug)]
 pub(crate) struct CudaLauncher {
     kernel: Kernel,
+    /// What runs the plan in one piece, if it is such a plan, and how many threads its blocks may have.
+    fused: Option<(Fused, Kernel, u32)>,
     op: ReduceOp,
     /// Threads of a block.
     threads: u32,
@@ -62,6 +66,7 @@ impl CudaLauncher {
         (blocks, sharers): (u32, u32),
         operands: usize,
         threads: Option<u32>,
+        fused: Option<Fused>,
     ) -> Result<Self, Unfit> {
         if operands > MAX_OPERANDS as usize {
             return Err(Unfit::Operands { most: MAX_OPERANDS });
@@ -77,6 +82,7 @@ impl CudaLauncher {
         };
         let module = plan_module(dtype, sm).ok_or_else(incapable)?;
         let entry = plan_entry(dtype).ok_or_else(incapable)?;
+        let whole = fused_entry(dtype).ok_or_else(incapable)?;
         let options = CompileOptions {
             max_registers: Some(MAX_REGISTERS),
             ..CompileOptions::default()
@@ -84,20 +90,19 @@ impl CudaLauncher {
         let loaded = Module::load(context, module.name, module.ptx, &options)?;
         let kernel = loaded.kernel(entry)?;
         let most = threads.unwrap_or(MAX_THREADS).clamp(32, MAX_THREADS) / 32 * 32;
-        let mut fits = 0;
-        let mut threads = most;
-        loop {
-            fits = kernel.max_resident_blocks(threads, 0)?.max(fits);
-            if u64::from(fits) >= u64::from(blocks) * u64::from(sharers) {
-                break;
+        let needed = u64::from(blocks) * u64::from(sharers);
+        let threads = resident_threads(&kernel, most, needed)?;
+        let fused = match fused {
+            None => None,
+            Some(fused) => {
+                let kernel = loaded.kernel(whole)?;
+                let threads = resident_threads(&kernel, most, needed)?;
+                Some((fused, kernel, threads))
             }
-            if threads == 32 {
-                return Err(Unfit::Residency { resident: fits });
-            }
-            threads = (threads / 2).max(32) / 32 * 32;
-        }
+        };
         Ok(Self {
             kernel,
+            fused,
             op,
             threads,
             stream: Stream::new(context)?,
@@ -139,6 +144,17 @@ impl CudaLauncher {
         launch: &Launch,
         limit: Duration,
     ) -> Result<(), CudaError> {
+        if let Some((fused, kernel, most)) = &self.fused {
+            let context = self.guard.context(limit);
+            if let Some(parameter) = fused.launch(program, launch, context, self.op) {
+                // A thread has a granule; those without one would only be waited for.
+                let granules = Fused::step(program, launch.bytes).div_ceil(GRANULE);
+                let threads = granules.next_multiple_of(32).clamp(32, (*most).into()) as u32;
+                let shape = Shape::linear(program.block_count, threads);
+                // SAFETY: this is the kernel's parameter; the rest is the caller's promise.
+                return unsafe { kernel.launch(stream, &shape, &[Argument::from(&parameter)]) };
+            }
+        }
         let plan = self.parameter(program, launch, limit);
         let shape = Shape::linear(program.block_count, self.threads);
         let nowhere = 0_u64;
@@ -161,6 +177,23 @@ impl CudaLauncher {
     /// What ended a kernel's wait, if one was ended since the plan was prepared.
     pub(crate) fn interrupted(&self) -> Option<Interrupted> {
         self.guard.interrupted()
+    }
+}
+
+/// How many threads, at most `most`, the blocks of `kernel` can have so that `needed` blocks are resident at
+/// once.
+fn resident_threads(kernel: &Kernel, most: u32, needed: u64) -> Result<u32, Unfit> {
+    let mut fits = 0;
+    let mut threads = most;
+    loop {
+        fits = kernel.max_resident_blocks(threads, 0)?.max(fits);
+        if u64::from(fits) >= needed {
+            return Ok(threads);
+        }
+        if threads == 32 {
+            return Err(Unfit::Residency { resident: fits });
+        }
+        threads = (threads / 2).max(32) / 32 * 32;
     }
 }
 

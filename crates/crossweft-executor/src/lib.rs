@@ -11,6 +11,7 @@
 
 mod cuda;
 mod error;
+mod fused;
 mod launch;
 mod prepared;
 mod tables;

@@ -15,6 +15,7 @@ use crossweft_plan::{Collective, InPlace, Plan};
 
 use crate::ExecutorError;
 use crate::cuda::{CudaLauncher, Unfit};
+use crate::fused::Fused;
 use crate::launch::RawBuffers;
 use crate::tables::{Channels, Memories, Tables};
 use crate::turn::Turn;
@@ -80,7 +81,7 @@ pub(crate) enum Machine {
 fn machine(
     endpoint: &Endpoint,
     plan: &Plan,
-    blocks: u32,
+    memories: &Memories<'_>,
     options: &Options,
 ) -> Result<Machine, ExecutorError> {
     let hal = |source: HalError| ExecutorError::Hal {
@@ -88,6 +89,7 @@ fn machine(
         source,
     };
     let Options { dtype, op, .. } = *options;
+    let rank = endpoint.rank();
     match endpoint.device() {
         Device::Cuda(context) => {
             // Ranks of one device may have different numbers of blocks.
@@ -95,12 +97,18 @@ fn machine(
             let most = most.unwrap_or(0) as u32;
             let sharers = endpoint.sharers();
             let operands = most_operands(plan);
+            let channel = |source| ExecutorError::Channel {
+                plan: plan.name.clone(),
+                source,
+            };
+            let fused = Fused::of(plan, rank, memories).map_err(channel)?;
             CudaLauncher::new(
                 context,
                 (dtype, op),
                 (most, sharers),
                 operands,
                 options.threads,
+                fused,
             )
             .map(|launcher| Machine::Cuda(Box::new(launcher)))
             .map_err(|unfit| match unfit {
@@ -119,7 +127,11 @@ fn machine(
             })
         }
         _ => Ok(Machine::Cpu {
-            grid: Grid::new(blocks, options.schedule).map_err(hal)?,
+            grid: Grid::new(
+                plan.ranks[rank as usize].blocks.len() as u32,
+                options.schedule,
+            )
+            .map_err(hal)?,
             reducer: reducer(dtype, op),
         }),
     }
@@ -225,7 +237,7 @@ impl Prepared {
             options.first_epoch,
         )
         .map_err(channel)?;
-        let machine = machine(endpoint, plan, own.blocks.len() as u32, &options);
+        let machine = machine(endpoint, plan, &memories, &options);
         // No rank launches what another cannot.
         let machine = endpoint.settle(machine, &what, deadline, channel)?;
         let halves = (scratch_half, packets_half);

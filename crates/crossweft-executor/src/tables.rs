@@ -61,7 +61,7 @@ impl Memories<'_> {
     }
 
     /// Address of a buffer, 0 if it is private to its rank.
-    fn base(&self, rank: u32, space: Space) -> Result<u64, ChannelError> {
+    pub(crate) fn base(&self, rank: u32, space: Space) -> Result<u64, ChannelError> {
         match self.at(space) {
             (Some(memory), offset) => Ok(memory.addr(rank)? + offset),
             (None, _) => Ok(0),

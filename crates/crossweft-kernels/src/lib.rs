@@ -20,7 +20,7 @@
 
 use crossweft_device::DataType;
 pub use crossweft_device::gpu::{
-    GpuContext, MAX_OPERANDS, OneShotLaunch, PlanLaunch, StatusRecord,
+    FusedLaunch, GpuContext, MAX_FUSED, MAX_OPERANDS, OneShotLaunch, PlanLaunch, StatusRecord,
 };
 
 /// Threads of a block, at most (`.maxntid`): what registers are there for, so that nothing is
@@ -48,7 +48,7 @@ pub struct Module {
 }
 
 macro_rules! modules {
-    ($($dtype:ident, $name:literal, $entry:literal;)*) => {
+    ($($dtype:ident, $name:literal, $entry:literal, $fused:literal;)*) => {
         /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one for
         /// tests and measurements.
         pub const MODULES: &[Module] = &[
@@ -56,7 +56,7 @@ macro_rules! modules {
                 name: $name,
                 sm: 80,
                 ptx: include_str!(concat!("../../../kernels/ptx/", $name, ".sm_80.ptx")),
-                entries: &[$entry],
+                entries: &[$entry, $fused],
             },)*
             Module {
                 name: BENCH,
@@ -66,10 +66,10 @@ macro_rules! modules {
             },
         ];
 
-        /// The name of a data type's module, and its entry point.
-        const fn of(dtype: DataType) -> Option<(&'static str, &'static str)> {
+        /// The name of a data type's module, and its entry points.
+        const fn of(dtype: DataType) -> Option<(&'static str, &'static str, &'static str)> {
             match dtype {
-                $(DataType::$dtype => Some(($name, $entry)),)*
+                $(DataType::$dtype => Some(($name, $entry, $fused)),)*
                 // Data types to come.
                 _ => None,
             }
@@ -78,20 +78,20 @@ macro_rules! modules {
 }
 
 modules! {
-    I8, "i8", "crossweft_plan_i8";
-    U8, "u8", "crossweft_plan_u8";
-    I16, "i16", "crossweft_plan_i16";
-    U16, "u16", "crossweft_plan_u16";
-    I32, "i32", "crossweft_plan_i32";
-    U32, "u32", "crossweft_plan_u32";
-    I64, "i64", "crossweft_plan_i64";
-    U64, "u64", "crossweft_plan_u64";
-    F16, "f16", "crossweft_plan_f16";
-    Bf16, "bf16", "crossweft_plan_bf16";
-    F32, "f32", "crossweft_plan_f32";
-    F64, "f64", "crossweft_plan_f64";
-    F8E4M3, "f8e4m3", "crossweft_plan_f8e4m3";
-    F8E5M2, "f8e5m2", "crossweft_plan_f8e5m2";
+    I8, "i8", "crossweft_plan_i8", "crossweft_fused_i8";
+    U8, "u8", "crossweft_plan_u8", "crossweft_fused_u8";
+    I16, "i16", "crossweft_plan_i16", "crossweft_fused_i16";
+    U16, "u16", "crossweft_plan_u16", "crossweft_fused_u16";
+    I32, "i32", "crossweft_plan_i32", "crossweft_fused_i32";
+    U32, "u32", "crossweft_plan_u32", "crossweft_fused_u32";
+    I64, "i64", "crossweft_plan_i64", "crossweft_fused_i64";
+    U64, "u64", "crossweft_plan_u64", "crossweft_fused_u64";
+    F16, "f16", "crossweft_plan_f16", "crossweft_fused_f16";
+    Bf16, "bf16", "crossweft_plan_bf16", "crossweft_fused_bf16";
+    F32, "f32", "crossweft_plan_f32", "crossweft_fused_f32";
+    F64, "f64", "crossweft_plan_f64", "crossweft_fused_f64";
+    F8E4M3, "f8e4m3", "crossweft_plan_f8e4m3", "crossweft_fused_f8e4m3";
+    F8E5M2, "f8e5m2", "crossweft_plan_f8e5m2", "crossweft_fused_f8e5m2";
 }
 
 /// Name of the module for tests and measurements.
@@ -101,7 +101,7 @@ const BENCH: &str = "bench";
 /// minor`); `None` if that is older than [`MIN_SM`].
 #[must_use]
 pub fn plan_module(dtype: DataType, sm: u32) -> Option<&'static Module> {
-    of(dtype).and_then(|(name, _)| find(name, sm))
+    of(dtype).and_then(|(name, ..)| find(name, sm))
 }
 
 /// The entry point of [`plan_module`]; `None` for a data type that has no kernels. The operation is
@@ -109,7 +109,17 @@ pub fn plan_module(dtype: DataType, sm: u32) -> Option<&'static Module> {
 #[must_use]
 pub const fn plan_entry(dtype: DataType) -> Option<&'static str> {
     match of(dtype) {
-        Some((_, entry)) => Some(entry),
+        Some((_, entry, _)) => Some(entry),
+        None => None,
+    }
+}
+
+/// The entry point of [`plan_module`] that runs a one-shot plan in one piece; `None` for a data type that has
+/// no kernels. Its one parameter is a [`FusedLaunch`] by value; the grid has one block for each of the plan's.
+#[must_use]
+pub const fn fused_entry(dtype: DataType) -> Option<&'static str> {
+    match of(dtype) {
+        Some((.., entry)) => Some(entry),
         None => None,
     }
 }

@@ -1,6 +1,7 @@
 //! What a launch passes to a kernel, and what a kernel that had to stop leaves behind.
 
 use crate::dtype::ReduceOp;
+use crate::executor::Counters;
 use crate::program::{Launch, Program};
 use crate::wait::Waiting;
 
@@ -56,6 +57,46 @@ pub struct PlanLaunch {
     pub reserved: u32,
 }
 
+/// Ranks that a [`FusedLaunch`] has room for.
+pub const MAX_FUSED: usize = 16;
+
+/// The one parameter of the kernel that runs a one-shot plan in one piece ([`super::fused`]). Addresses are
+/// the device's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FusedLaunch {
+    /// This rank's input, aligned to 16 bytes.
+    pub input: u64,
+    /// This rank's output, aligned to 16 bytes.
+    pub output: u64,
+    /// Size of the message in bytes, a multiple of 16.
+    pub bytes: u64,
+    /// Bytes of a thread block's part, a multiple of 16.
+    pub step: u64,
+    /// What the launch begins and ends with.
+    pub counters: Counters,
+    /// How waits end.
+    pub context: GpuContext,
+    /// How to reduce.
+    pub op: ReduceOp,
+    /// What an average divides by; 0 for other operations.
+    pub divisor: u32,
+    /// Ranks that are sent packets, at most [`MAX_FUSED`].
+    pub targets: u32,
+    /// What is reduced, at most [`MAX_FUSED`].
+    pub sources: u32,
+    /// Index of the reduction in the plan, for messages.
+    pub op_index: u32,
+    /// This rank, for messages.
+    pub rank: u32,
+    /// Where this rank's packets go, in the first half.
+    pub target: [u64; MAX_FUSED],
+    /// Where those of each source come, in the first half; 0 for this rank's input.
+    pub source: [u64; MAX_FUSED],
+    /// Which rank each source is, for messages.
+    pub peer: [u32; MAX_FUSED],
+}
+
 /// The parameter of the one-shot all-reduce that is written by hand, for comparison with the
 /// executor. Addresses are the device's.
 #[repr(C)]
@@ -91,5 +132,6 @@ const _: () = assert!(
     size_of::<PlanLaunch>()
         == size_of::<Program>() + size_of::<Launch>() + size_of::<GpuContext>() + 16
 );
+const _: () = assert!(size_of::<FusedLaunch>() == 112 + 2 * 8 * MAX_FUSED + 4 * MAX_FUSED);
 // Kernel parameters end at 4 KiB.
 const _: () = assert!(size_of::<PlanLaunch>() <= 4096);

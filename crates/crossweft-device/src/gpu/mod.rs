@@ -2,10 +2,11 @@
 //!
 //! Protocols are the same code as everywhere ([`crate::executor`], [`crate::semaphore`], ...). What
 //! differs is here: how the threads of a block share a copy, packets and a reduction ([`copy`],
-//! [`packets`], [`reduce`]), how memory is reached, and how a wait spins and ends. All of it but
+//! [`packets`], [`reduce`], [`fused`]), how memory is reached, and how a wait spins and ends. All of it but
 //! the last leaves, which are inline PTX, compiles for the host too and is tested there.
 
 pub mod copy;
+pub mod fused;
 mod launch;
 pub mod packets;
 pub mod reduce;
@@ -16,5 +17,5 @@ pub mod block;
 #[cfg(target_arch = "nvptx64")]
 pub mod nvptx;
 
-pub use launch::{GpuContext, OneShotLaunch, PlanLaunch, StatusRecord};
+pub use launch::{FusedLaunch, GpuContext, MAX_FUSED, OneShotLaunch, PlanLaunch, StatusRecord};
 pub use reduce::{GpuReducer, MAX_OPERANDS, TABLE_BYTES};

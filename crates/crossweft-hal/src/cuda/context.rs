@@ -8,7 +8,7 @@ use super::copy::Staging;
 use super::device::Device;
 use super::driver::Driver;
 use super::error::CudaError;
-use super::sys::CuContext;
+use super::sys::{CuContext, CuStream};
 
 /// The primary context of a device, retained until the last user of it is dropped.
 ///
@@ -19,6 +19,10 @@ pub struct Context {
     raw: CuContext,
     /// What copies of plain host memory go through; made when first needed.
     pub(super) staging: Mutex<Option<Staging>>,
+    /// Streams that nobody has any more and that have nothing left to do. The device's few hardware queues
+    /// are given to streams in turn as they are made, so that a process that makes and destroys streams soon
+    /// has two on one queue, where a kernel waits behind another that may be waiting for it.
+    pub(super) idle_streams: Mutex<Vec<CuStream>>,
 }
 
 impl fmt::Debug for Context {
@@ -47,6 +51,7 @@ impl Context {
             device: device.clone(),
             raw,
             staging: Mutex::new(None),
+            idle_streams: Mutex::new(Vec::new()),
         }))
     }
 
@@ -135,6 +140,16 @@ impl Drop for Context {
             .unwrap_or_else(PoisonError::into_inner);
         if let Some(staging) = staging.take() {
             staging.free(self);
+        }
+        let streams = self
+            .idle_streams
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        for stream in std::mem::take(streams) {
+            self.release("a stream", |driver| {
+                // SAFETY: made by `Stream::new`, and nobody has it any more.
+                unsafe { driver.cuStreamDestroy_v2(stream) }
+            });
         }
         let device = &self.device;
         // SAFETY: retained once in `retain`, and nothing that needs it is left: all hold this.

@@ -1,6 +1,6 @@
 //! Streams and events: order, time, and waits that end.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::context::Context;
@@ -23,11 +23,24 @@ impl Stream {
     /// # Errors
     /// [`CudaError::Call`].
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        let mut raw = CuStream::NULL;
-        context.run(|driver| {
-            // SAFETY: a valid place for the answer.
-            unsafe { driver.cuStreamCreate(&raw mut raw, sys::STREAM_NON_BLOCKING) }
-        })?;
+        let idle = || {
+            let mut streams = context
+                .idle_streams
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            streams.pop()
+        };
+        let raw = match idle() {
+            Some(raw) => raw,
+            None => {
+                let mut raw = CuStream::NULL;
+                context.run(|driver| {
+                    // SAFETY: a valid place for the answer.
+                    unsafe { driver.cuStreamCreate(&raw mut raw, sys::STREAM_NON_BLOCKING) }
+                })?;
+                raw
+            }
+        };
         Ok(Self {
             context: Arc::clone(context),
             raw,
@@ -121,12 +134,23 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.owned {
-            self.context.release("a stream", |driver| {
-                // SAFETY: made in `new`, and nobody has it any more.
-                unsafe { driver.cuStreamDestroy_v2(self.raw) }
-            });
+        if !self.owned {
+            return;
         }
+        // One that still works, or is spoilt, is not for others.
+        if matches!(self.is_idle(), Ok(true)) {
+            let mut streams = self
+                .context
+                .idle_streams
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            streams.push(self.raw);
+            return;
+        }
+        self.context.release("a stream", |driver| {
+            // SAFETY: made in `new`, and nobody has it any more.
+            unsafe { driver.cuStreamDestroy_v2(self.raw) }
+        });
     }
 }
 
