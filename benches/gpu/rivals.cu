@@ -1,4 +1,4 @@
-// The copy and the addition of `crossweft_kernels::bench`, written for nvcc, to compare with:
+// The copy, the addition and the one-shot of `crossweft_kernels::bench`, written for nvcc, to compare with:
 //   nvcc -ptx -arch=compute_90 -O3 -o rivals.ptx benches/gpu/rivals.cu
 //   CROSSWEFT_RIVALS_PTX=rivals.ptx cargo test --release -p crossweft-collective --test cuda_speed
 #include <cuda_bf16.h>
@@ -12,6 +12,18 @@ rival_copy(uint4 *dst, const uint4 *src, unsigned long long bytes) {
         dst[i] = a, dst[i + step] = b, dst[i + 2 * step] = c, dst[i + 3 * step] = d;
     }
     for (; i < n; i += step) dst[i] = src[i];
+}
+
+// As `rival_copy`, but each block its own contiguous share, as the operations of a plan have theirs.
+extern "C" __global__ void __launch_bounds__(384)
+rival_sliced_copy(uint4 *dst, const uint4 *src, unsigned long long bytes) {
+    unsigned long long n = bytes / 16, share = (n + gridDim.x - 1) / gridDim.x, step = blockDim.x;
+    unsigned long long i = share * blockIdx.x + threadIdx.x, end = min(share * blockIdx.x + share, n);
+    for (; i + 3 * step < end; i += 4 * step) {
+        uint4 a = src[i], b = src[i + step], c = src[i + 2 * step], d = src[i + 3 * step];
+        dst[i] = a, dst[i + step] = b, dst[i + 2 * step] = c, dst[i + 3 * step] = d;
+    }
+    for (; i < end; i += step) dst[i] = src[i];
 }
 
 static __device__ unsigned add2(unsigned x, unsigned y) {
@@ -35,6 +47,19 @@ rival_add_bf16(uint4 *dst, const uint4 *a, const uint4 *b, unsigned long long el
         dst[i] = add8(x, y), dst[i + step] = add8(z, w);
     }
     for (; i < n; i += step) dst[i] = add8(a[i], b[i]);
+}
+
+// As `rival_add_bf16`, in contiguous shares.
+extern "C" __global__ void __launch_bounds__(384)
+rival_sliced_add_bf16(uint4 *dst, const uint4 *a, const uint4 *b, unsigned long long elements) {
+    unsigned long long n = elements / 8, share = (n + gridDim.x - 1) / gridDim.x, step = blockDim.x;
+    unsigned long long i = share * blockIdx.x + threadIdx.x, end = min(share * blockIdx.x + share, n);
+    for (; i + 3 * step < end; i += 4 * step) {
+        uint4 x[4], y[4];
+        for (int k = 0; k < 4; k++) x[k] = a[i + k * step], y[k] = b[i + k * step];
+        for (int k = 0; k < 4; k++) dst[i + k * step] = add8(x[k], y[k]);
+    }
+    for (; i < end; i += step) dst[i] = add8(a[i], b[i]);
 }
 
 // `crossweft_kernels::FusedLaunch`.

@@ -35,9 +35,9 @@ impl<F: Fn(u64) -> u64> FusedTables for Parameter<F> {
 /// As for [`fused::run`].
 #[inline(always)]
 unsafe fn run<E: GpuElement>(launch: &FusedLaunch, parameter: impl Fn(u64) -> u64) {
-    // SAFETY: the caller's promise. The barrier of `begin` is over before data can be there.
+    // SAFETY: the caller's promise; `run` has a barrier before it waits.
     unsafe {
-        let block = GpuBlock::<Here>::begin(&launch.context, launch.rank);
+        let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
         // The record in the host's memory says what went wrong.
         let _ = fused::run::<_, E>(&block, launch, &Parameter(parameter), block_x());
     }

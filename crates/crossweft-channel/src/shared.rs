@@ -169,7 +169,7 @@ pub(crate) struct CopyStream {
 impl CopyStream {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         Ok(Self {
-            stream: Stream::new(context)?,
+            stream: Stream::for_copies(context)?,
             sent: BTreeMap::new(),
             flushed: Event::new(context)?,
         })

@@ -33,15 +33,22 @@ pub struct Selector {
 /// cores, see `docs/performance.md`: at 512 B 0.22 against 0.23 us where cores are near each other and
 /// 0.46 against 0.67 us where they are far; at 1 KiB 0.33 against 0.24 and 0.66 against 0.69 us.
 const ONE_SHOT_MAX: u64 = 512;
-/// The same on GPUs, for two ranks; with more, each receives more messages. A block of threads sends
-/// [`PACKETS_A_BLOCK`] of payload at a time.
-const GPU_ONE_SHOT_MAX: u64 = 512 << 10;
-/// Bytes that are worth a thread block of their own, in packets: two 16-byte stores a thread.
-const PACKETS_A_BLOCK: u64 = 4 << 10;
-/// Thread blocks that saturate a link, and are still few beside those of what runs at the same time.
-const GPU_BLOCKS: u32 = 32;
-/// Where it pays to take nearly all multiprocessors, and how many blocks that are.
-const GPU_MEDIUM_MAX: u64 = 2 << 20;
+/// The same on GPUs: bytes that one rank sends. On two H200 one shot takes 11.6 us for 1 MiB and 18.1 for 2, two
+/// shots 13.4 and 17.2.
+const GPU_ONE_SHOT_SENT: u64 = 1 << 20;
+/// Thread blocks that one shot takes, and for messages up to which size: with few, data queues in them; with
+/// many, they are waited for.
+const GPU_ONE_SHOT: [(u32, u64); 5] = [
+    (1, 4 << 10),
+    (4, 16 << 10),
+    (16, 32 << 10),
+    (64, 128 << 10),
+    (GPU_MOST_BLOCKS, u64::MAX),
+];
+/// Thread blocks of the other algorithms, and of the larger messages among theirs: more would gain nothing
+/// (two H200, two shots of 16 MiB: 166 us with 16, 90 with 32, 63 with 64, 63 with 128).
+const GPU_BLOCKS: u32 = 64;
+const GPU_MEDIUM_MAX: u64 = 16 << 20;
 const GPU_MOST_BLOCKS: u32 = 128;
 /// Scratch memory is bounded: staged messages go through it in pieces.
 const PIECE: u64 = 4 << 20;
@@ -98,22 +105,19 @@ impl Selector {
             alone.with_blocks(GPU_BLOCKS);
             return alone;
         }
-        let one_shot_max = GPU_ONE_SHOT_MAX / u64::from(world_size);
+        let one_shot_max = GPU_ONE_SHOT_SENT / u64::from(world_size - 1);
         let mut choices = Vec::new();
         // Few steps: each is a plan with memory of its own.
-        for blocks in [1, 4, 16, GPU_BLOCKS] {
-            let up_to = match blocks {
-                GPU_BLOCKS => one_shot_max,
-                _ => one_shot_max.min(u64::from(blocks) * PACKETS_A_BLOCK),
-            };
+        for (blocks, up_to) in GPU_ONE_SHOT {
+            let up_to = up_to.min(one_shot_max).min(max_bytes);
             choices.push(Choice {
                 algorithm: Algorithm::OneShot,
-                up_to: up_to.min(max_bytes),
-                piece: up_to.min(max_bytes),
+                up_to,
+                piece: up_to,
                 blocks,
                 reason: SMALL,
             });
-            if up_to >= max_bytes.min(one_shot_max) {
+            if up_to == max_bytes.min(one_shot_max) {
                 break;
             }
         }
@@ -240,18 +244,20 @@ mod tests {
         ] {
             let selector = Selector::for_gpus(ranks, true, max);
             let choices = selector.choices();
-            assert!(choices.is_sorted_by(|a, b| a.up_to < b.up_to && a.blocks <= b.blocks));
+            assert!(choices.is_sorted_by(|a, b| a.up_to < b.up_to));
+            let small = choices.iter().filter(|c| c.algorithm == Algorithm::OneShot);
+            assert!(small.is_sorted_by_key(|c| c.blocks));
             assert_eq!(choices.last().unwrap().up_to, max);
             assert!(choices.iter().all(|c| c.piece <= max && c.blocks >= 1));
         }
         let two = Selector::for_gpus(2, true, 1 << 30);
         assert_eq!(
-            names(&two, &[8, 256 << 10, 257 << 10]),
+            names(&two, &[8, 1 << 20, (1 << 20) + 1]),
             ["one-shot", "one-shot", "two-shot"]
         );
         let eight = Selector::for_gpus(8, false, 1 << 30);
         assert_eq!(
-            names(&eight, &[64 << 10, 65 << 10]),
+            names(&eight, &[146 << 10, 147 << 10]),
             ["one-shot", "two-shot-staged"]
         );
     }

@@ -9,7 +9,9 @@ use crossweft_collective::{
     Algorithm, AllReduce, AllReduceOptions, CollectiveError, CommunicatorOptions, DataType,
     ReduceOp, Schedule, run_in_threads_on,
 };
+use crossweft_device::Raw;
 use crossweft_device::executor::Counters;
+use crossweft_device::fifo::{Fifo, TRIGGER_BYTES};
 use crossweft_executor::{Buffers, Options, Prepared, RawBuffers};
 use crossweft_hal::Device;
 use crossweft_hal::cuda::{
@@ -82,6 +84,68 @@ fn in_graph(
         }
     }
     median(times)
+}
+
+/// What a trigger takes from a kernel to a handler on the host and, handled, back to the kernel.
+fn fifo(context: &std::sync::Arc<Context>, stream: &Stream) {
+    let capacity = 16;
+    let pinned = PinnedMemory::allocate(context, u64::from(capacity) * TRIGGER_BYTES + 64).unwrap();
+    let memory = Device::Cuda(context.clone()).allocate(4096).unwrap();
+    let at = |base: u64, head: u64| Fifo {
+        ring: base + 64,
+        head,
+        tail: base,
+        capacity,
+        id: 0,
+    };
+    let fifo = at(pinned.device_address(), memory.addr());
+    let (handle, out) = (memory.addr() + 64, memory.addr() + 1024);
+    let words = [fifo.ring, fifo.head, fifo.tail, u64::from(capacity)];
+    memory.write(0, &[0; 8]).unwrap();
+    memory
+        .write(64, &words.map(u64::to_le_bytes).concat())
+        .unwrap();
+    let status = PinnedMemory::allocate(context, 4096).unwrap();
+    let limit = GpuContext {
+        limit_ns: 10_000_000_000,
+        abort: status.device_address(),
+        status: status.device_address() + 64,
+    };
+    let push = kernel(context, bench::FIFO_PUSH);
+    let proxy = at(pinned.host_address(), 0);
+    let count = 1_u32;
+    let (mut there_and_back, mut pushing) = (Vec::new(), Vec::new());
+    for position in 0..200 {
+        let arguments = [
+            Argument::from(&handle),
+            Argument::from(&count),
+            Argument::from(&out),
+            Argument::from(&limit),
+        ];
+        // SAFETY: what the kernel takes; all memory is kept until it has ended.
+        unsafe { push.launch(stream, &Shape::linear(1, 32), &arguments) }.unwrap();
+        let end = Instant::now() + LIMIT;
+        // SAFETY: pinned memory of this function; nobody else pops.
+        while unsafe { proxy.poll(&Raw, position) }.is_none() {
+            assert!(Instant::now() < end, "no trigger at {position}");
+        }
+        // SAFETY: as above.
+        unsafe { proxy.publish_handled(&Raw, position + 1) };
+        stream.synchronize(Instant::now() + LIMIT).unwrap();
+        let mut times = [0; 16];
+        memory.read(1024, &mut times).unwrap();
+        let time = |k: usize| {
+            let ns: [u8; 8] = times[8 * k..8 * k + 8].try_into().unwrap();
+            u64::from_le_bytes(ns) as f64 / 1e3
+        };
+        pushing.push(time(0));
+        there_and_back.push(time(1));
+    }
+    let (push, push_min) = median(pushing);
+    let (p50, min) = median(there_and_back);
+    println!(
+        "a trigger, pushed in {push:.2} (min {push_min:.2}) us, handled and seen to be in {p50:.2} (min {min:.2})"
+    );
 }
 
 /// Calls of `all_reduce` in a graph: median and least time in microseconds.
@@ -230,7 +294,12 @@ fn launches_copies_and_loading() {
         (bench::COPY, kernel(&context, bench::COPY)),
         (bench::ADD_BF16, kernel(&context, bench::ADD_BF16)),
     ];
-    for entry in ["rival_copy", "rival_add_bf16"] {
+    for entry in [
+        "rival_copy",
+        "rival_sliced_copy",
+        "rival_add_bf16",
+        "rival_sliced_add_bf16",
+    ] {
         if let Some(module) = &rivals {
             kernels.push((entry, module.kernel(entry).unwrap()));
         }
@@ -276,6 +345,7 @@ fn launches_copies_and_loading() {
         );
         println!("copy engine {bytes} B: {p50:.2} (min {min:.2}) us");
     }
+    fifo(&context, &stream);
     // What an eager call costs the host.
     run_in_threads_on(
         |_| Ok(device.clone()),

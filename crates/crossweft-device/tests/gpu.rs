@@ -575,7 +575,7 @@ impl FusedRanks {
             input: self.inputs[r].addr(),
             output: self.outputs[r].addr(),
             bytes,
-            step: (bytes / 16).div_ceil(blocks) * 16,
+            step: bytes.div_ceil(16).div_ceil(blocks) * 16,
             counters: Counters {
                 epoch: self.counters[r].addr(),
                 packets: self.packets[r].addr(),
@@ -594,8 +594,9 @@ impl FusedRanks {
             peer: [0; MAX_FUSED],
         };
         // Slot `sender` of the receiver.
-        let mut slot =
-            |at: u32, sender: u32| self.packets[at as usize].addr() + u64::from(sender) * bytes * 2;
+        let mut slot = |at: u32, sender: u32| {
+            self.packets[at as usize].addr() + u64::from(sender) * bytes.next_multiple_of(16) * 2
+        };
         for k in 1..FUSED_RANKS {
             let peer = (rank + k) % FUSED_RANKS;
             launch.target[k as usize - 1] = slot(peer, rank);
@@ -615,9 +616,10 @@ fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
     let blocks = 2;
     let first = (1 << 18) - 1;
     let mut ranks = FusedRanks::new(first);
-    for (epoch, pieces) in (first..).zip([1_u64, 64, 5, 33]) {
-        let bytes = pieces * 16;
-        let mut random = Random(epoch * 31 + pieces);
+    let size = dtype.size() as u64;
+    for (epoch, elements) in (first..).zip([1, FUSED_MOST / size, 81 / size, 7, 530 / size, 13]) {
+        let bytes = elements * size;
+        let mut random = Random(epoch * 31 + elements);
         let data: Vec<_> = (0..FUSED_RANKS)
             .map(|_| random.bytes(bytes as usize))
             .collect();

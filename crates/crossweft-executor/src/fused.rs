@@ -78,7 +78,7 @@ impl Fused {
         all.slice(0, program.block_count).len()
     }
 
-    /// The kernel's parameter; `None` if this launch is not for it: the kernel moves whole granules.
+    /// The kernel's parameter; `None` if this launch is not for it, whose buffers must be aligned.
     pub(crate) fn launch(
         &self,
         program: &Program,
@@ -92,7 +92,7 @@ impl Fused {
             bytes,
             ..
         } = *launch;
-        if !(input | output | bytes).is_multiple_of(GRANULE) {
+        if !(input | output).is_multiple_of(GRANULE) {
             return None;
         }
         let chunk = chunk_bytes(bytes, program.chunks);
@@ -178,4 +178,69 @@ fn one_shot(plan: &Plan, rank: u32) -> Option<(&[Operand], &[Operand])> {
         found = Some((to.as_slice(), from.as_slice()));
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossweft_device::packet::PacketType;
+    use crossweft_plan::{Builder, Chunks, Collective};
+
+    /// Two ranks, two blocks each; `change` may spoil it.
+    fn plan(change: impl Fn(&mut Vec<Op>)) -> Plan {
+        let mut builder = Builder::new("one", Collective::AllReduce, 2, 2, 1);
+        builder = builder.packets(2, PacketType::Ll16);
+        for rank in 0..2 {
+            let peer = 1 - rank;
+            let input = Operand::new(rank, Buffer::Input, 0);
+            for block in 0..2 {
+                let chunks = Chunks::new(0, 1).sliced(block, 2);
+                let came = Operand::new(rank, Buffer::Packets, peer);
+                let mut sources = vec![input, came];
+                sources.sort_by_key(|o| (o.buffer == Buffer::Packets) == (rank == 0));
+                builder
+                    .at(rank, block)
+                    .transfer(
+                        chunks,
+                        input,
+                        vec![Operand::new(peer, Buffer::Packets, rank)],
+                    )
+                    .reduce_last(chunks, sources, vec![Operand::new(rank, Buffer::Output, 0)]);
+            }
+        }
+        let mut plan = builder.finish().expect("a sound plan");
+        change(&mut plan.ranks[0].blocks[1]);
+        plan
+    }
+
+    #[test]
+    fn one_shots_are_recognised_and_nothing_else() {
+        let whole = plan(|_| ());
+        for rank in 0..2 {
+            let (to, from) = one_shot(&whole, rank).expect("a one-shot");
+            assert_eq!(to, [Operand::new(1 - rank, Buffer::Packets, rank)]);
+            // The plan's order is kept: here each rank's input first on rank 0, last on rank 1.
+            let at = from.iter().position(|o| o.buffer == Buffer::Input);
+            assert_eq!(at, Some(rank as usize), "rank {rank}");
+        }
+        assert_eq!(one_shot(&whole, 2), None);
+        let spoilt: [fn(&mut Vec<Op>); 5] = [
+            |ops| ops.truncate(1),
+            |ops| ops.push(Op::Sync),
+            |ops| ops.swap(0, 1),
+            |ops| {
+                if let Op::Reduce { last, .. } = &mut ops[1] {
+                    *last = false;
+                }
+            },
+            |ops| {
+                if let Op::Move { chunks, .. } = &mut ops[0] {
+                    chunks.slice = (0, 2);
+                }
+            },
+        ];
+        for (i, change) in spoilt.into_iter().enumerate() {
+            assert_eq!(one_shot(&plan(change), 0), None, "change {i}");
+        }
+    }
 }

@@ -5,10 +5,15 @@
 //! code, which is most of what a small message costs. Packets, their places, the epoch and the order of
 //! the reduction are the plan's, so ranks that run it and ranks that run the executor can meet.
 
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "a packet word is taken apart into its halves, and a half into bytes"
+)]
+
 use super::FusedLaunch;
 use super::packets::{flag_in, word};
 use super::reduce::{Combine, GpuElement, Sum};
-use super::wide::{PIECE, Piece, load16, store16};
+use super::wide::{PIECE, Piece, load1, load16, store1, store16};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
 use crate::executor::leave;
@@ -33,7 +38,7 @@ pub trait FusedTables {
 /// [`run_block`](crate::executor::run_block).
 ///
 /// # Safety
-/// All addresses must be valid, buffers aligned to a [`Piece`], the size a multiple of one; as for
+/// `block` may be one that is ready behind a barrier. All addresses must be valid, buffers aligned to a [`Piece`]; as for
 /// [`run_block`](crate::executor::run_block).
 #[inline(always)]
 pub unsafe fn run<B: Block, E: GpuElement>(
@@ -85,7 +90,7 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
         let half = (epoch & 1) * counters.packets_half;
         let mut at = first;
         while at < end {
-            let Piece { a, b, c, d } = load16(input + at);
+            let Piece { a, b, c, d } = load(input + at, end - at);
             let mut k = 0;
             while k < targets {
                 let to = tables.target(k) + half + at * (WORD / PAYLOAD);
@@ -95,49 +100,62 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
             }
             at += stride;
         }
-        let mut mine = Ok(());
+        // What waits need to know is there behind this barrier, which takes less time than the packets.
+        let mut mine = block.sync(Ok(()));
         at = first;
         while at < end && mine.is_ok() {
-            let load = |k: u32| {
+            // Words that the message does not reach have arrived.
+            let words = if end - at < PIECE {
+                (end - at).div_ceil(PAYLOAD)
+            } else {
+                PIECE / PAYLOAD
+            };
+            let none = word(0, flag);
+            let look = |k: u32| {
                 let source = tables.source(k);
                 if source == 0 {
-                    let Piece { a, b, c, d } = load16(input + at);
+                    let Piece { a, b, c, d } = load(input + at, end - at);
                     return [word(a, flag), word(b, flag), word(c, flag), word(d, flag)];
                 }
                 let from = source + half + at * (WORD / PAYLOAD);
                 let ([a, b], [c, d]) = (memory.load_pair(from), memory.load_pair(from + 2 * WORD));
-                [a, b, c, d]
+                [
+                    a,
+                    if words > 1 { b } else { none },
+                    if words > 2 { c } else { none },
+                    if words > 3 { d } else { none },
+                ]
             };
             let mut lanes = E::unpack(Piece::default());
             let mut k = 0;
-            let mut next = load(0);
+            let mut next = look(0);
             while k < sources {
-                let mut words = next;
+                let mut seen = next;
                 if k + 1 < sources {
                     // On its way while this one is looked at.
-                    next = load(k + 1);
+                    next = look(k + 1);
                 }
-                if late(words, flag).is_some() {
+                if late(seen, flag).is_some() {
                     let site = Site {
                         kind: WaitKind::Packet,
                         peer: tables.peer(k),
                         channel: k,
                         op: op_index,
                     };
-                    let look = || {
-                        words = load(k);
+                    let again = || {
+                        seen = look(k);
                         // Which is late matters to nobody but an error message.
-                        late(words, flag).unwrap_or(words[0]).rotate_left(32)
+                        late(seen, flag).unwrap_or(seen[0]).rotate_left(32)
                     };
-                    let arrived = wait_for(block, site, u64::from(flag), look, |seen| {
-                        seen as u32 == flag
+                    let arrived = wait_for(block, site, u64::from(flag), again, |late| {
+                        late as u32 == flag
                     });
                     if let Err(stopped) = arrived {
                         mine = Err(stopped);
                         break;
                     }
                 }
-                let [a, b, c, d] = words.map(|word| word as u32);
+                let [a, b, c, d] = seen.map(|word| word as u32);
                 let lanes_of = E::unpack(Piece { a, b, c, d });
                 lanes = if k == 0 {
                     lanes_of
@@ -150,12 +168,61 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
                 if divisor != 0 {
                     lanes = E::map(lanes, |acc| E::div(acc, divisor));
                 }
-                store16(output + at, E::pack(lanes));
+                store(output + at, E::pack(lanes), end - at);
             }
             at += stride;
         }
         block.sync(mine)?;
         leave(block, counters, epoch, index)
+    }
+}
+
+/// The first `left` bytes of a piece, or all of it; the rest is zero.
+///
+/// # Safety
+/// The address must be aligned to a piece and valid for them.
+#[inline(always)]
+unsafe fn load(addr: u64, left: u64) -> Piece {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if left >= PIECE {
+            return load16(addr);
+        }
+        let (mut low, mut high, mut k) = (0_u64, 0_u64, left);
+        while k > 0 {
+            k -= 1;
+            high = high << 8 | low >> 56;
+            low = low << 8 | u64::from(load1(addr + k));
+        }
+        Piece {
+            a: low as u32,
+            b: (low >> 32) as u32,
+            c: high as u32,
+            d: (high >> 32) as u32,
+        }
+    }
+}
+
+/// The other way round.
+///
+/// # Safety
+/// As for [`load`].
+#[inline(always)]
+unsafe fn store(addr: u64, piece: Piece, left: u64) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if left >= PIECE {
+            store16(addr, piece);
+            return;
+        }
+        let Piece { a, b, c, d } = piece;
+        let (mut low, mut high, mut k) = (word(a, b), word(c, d), 0);
+        while k < left {
+            store1(addr + k, low as u8);
+            low = low >> 8 | high << 56;
+            high >>= 8;
+            k += 1;
+        }
     }
 }
 

@@ -69,7 +69,7 @@ pub struct FusedLaunch {
     pub input: u64,
     /// This rank's output, aligned to 16 bytes.
     pub output: u64,
-    /// Size of the message in bytes, a multiple of 16.
+    /// Size of the message in bytes.
     pub bytes: u64,
     /// Bytes of a thread block's part, a multiple of 16.
     pub step: u64,

@@ -13,7 +13,15 @@ use super::sys::{self, CuEvent, CuStream};
 pub struct Stream {
     context: Arc<Context>,
     raw: CuStream,
-    owned: bool,
+    owned: Owned,
+}
+
+/// Whether a stream was made here, and what for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owned {
+    No,
+    Kernels,
+    Copies,
 }
 
 impl Stream {
@@ -44,7 +52,29 @@ impl Stream {
         Ok(Self {
             context: Arc::clone(context),
             raw,
-            owned: true,
+            owned: Owned::Kernels,
+        })
+    }
+
+    /// As [`new`](Self::new), of the highest priority and for copies alone. Such streams have hardware queues
+    /// of their own: a copy that a kernel waits for does not stand behind that kernel.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn for_copies(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let mut raw = CuStream::NULL;
+        context.run(|driver| {
+            let (mut least, mut greatest) = (0, 0);
+            // SAFETY: valid places for the answers.
+            unsafe {
+                driver.cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)?;
+                driver.cuStreamCreateWithPriority(&raw mut raw, sys::STREAM_NON_BLOCKING, greatest)
+            }
+        })?;
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+            owned: Owned::Copies,
         })
     }
 
@@ -58,7 +88,7 @@ impl Stream {
         Self {
             context: Arc::clone(context),
             raw: CuStream(std::ptr::with_exposed_provenance_mut(raw as usize)),
-            owned: false,
+            owned: Owned::No,
         }
     }
 
@@ -134,11 +164,11 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if !self.owned {
+        if self.owned == Owned::No {
             return;
         }
         // One that still works, or is spoilt, is not for others.
-        if matches!(self.is_idle(), Ok(true)) {
+        if self.owned == Owned::Kernels && matches!(self.is_idle(), Ok(true)) {
             let mut streams = self
                 .context
                 .idle_streams

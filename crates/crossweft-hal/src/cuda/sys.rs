@@ -234,6 +234,8 @@ symbols! {
     fn cuCtxGetCurrent(context: *mut CuContext);
 
     fn cuStreamCreate(stream: *mut CuStream, flags: c_uint);
+    fn cuStreamCreateWithPriority(stream: *mut CuStream, flags: c_uint, priority: c_int);
+    fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
     fn cuStreamDestroy_v2(stream: CuStream);
     fn cuStreamQuery(stream: CuStream);
     fn cuStreamWaitEvent(stream: CuStream, event: CuEvent, flags: c_uint);
