@@ -81,14 +81,14 @@ pub unsafe extern "ptx-kernel" fn crossweft_add_bf16(dst: u64, a: u64, b: u64, e
     }
 }
 
-/// All-reduce of bfloat16 in one shot with packets, by hand: what the executor is compared with.
+/// All-reduce of bfloat16 in one shot with packets, on the leaves that plans are made of.
 /// The second block index is the entry of `launches`.
 ///
 /// # Safety
 /// Every launch's addresses must be valid, and all ranks call it as often, with the same size and
 /// grid.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_one_shot_bf16(launches: *const OneShotLaunch) {
+pub unsafe extern "ptx-kernel" fn crossweft_exchange_packets_bf16(launches: *const OneShotLaunch) {
     // SAFETY: the caller's promise.
     unsafe {
         let launch = launches.add(block_y() as usize);

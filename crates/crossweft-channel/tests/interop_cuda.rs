@@ -485,7 +485,7 @@ fn many_packets_at_once() {
             first.write(INPUT, &raw(&mine)).unwrap();
             write_words(&first, 0, &packets);
             write_words(&first, COUNTERS, &[epoch]);
-            let in_rust = gpu.side(&gpu.rust, bench::ONE_SHOT_BF16);
+            let in_rust = gpu.side(&gpu.rust, bench::EXCHANGE_PACKETS_BF16);
             let in_cpp = gpu.side(&gpu.cpp, "interop_packets");
             let launch = OneShotLaunch {
                 input: base + INPUT,

@@ -17,7 +17,7 @@ use crossweft_hal::Device;
 use crossweft_hal::cuda::{
     Argument, CompileOptions, Context, Driver, Event, Kernel, Module, PinnedMemory, Shape, Stream,
 };
-use crossweft_kernels::{FusedLaunch, GpuContext, MAX_FUSED, bench, bench_module};
+use crossweft_kernels::{GpuContext, MAX_FUSED, OneShot, bench, bench_module};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const CALLS: u32 = 100;
@@ -220,7 +220,7 @@ fn a_one_shot_beside_the_executor_and_nvcc() {
                     table.write(0, &1_u64.to_le_bytes())?;
                     let status = PinnedMemory::allocate(&context, 4096).unwrap();
                     let peer = 1 - rank;
-                    let mut launch = FusedLaunch {
+                    let mut launch = OneShot {
                         input: buffer.registered().local().addr(),
                         output: output.registered().local().addr(),
                         bytes,

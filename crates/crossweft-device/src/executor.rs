@@ -346,49 +346,11 @@ impl<B: Block> Execution<'_, B> {
         packet::flag_of(self.start.epoch, self.launch.bytes)
     }
 
-    /// What this call's signals carry: the size, and enough of the epoch to tell it from others; and
-    /// in which of the semaphore's two words.
-    fn tag(&self) -> (u64, u64) {
-        let tag = self.start.epoch << SIZE_BITS | self.launch.bytes & SIZE_MASK;
-        (tag, TAGS + (self.start.epoch & 1) * 8)
-    }
-
-    /// Looks whether the signal that was waited for came from a call of this size.
-    ///
-    /// A peer that is already in the next call writes the other word. If it is further ahead, as it
-    /// can be where data flows one way, the epoch differs and nothing is concluded.
-    ///
-    /// # Safety
-    /// `semaphore` must be one of the program's.
-    #[inline(always)]
-    unsafe fn compare(&self, semaphore: &Semaphore, op: &Op) -> Result<(), Stopped> {
-        let (tag, word) = self.tag();
-        // SAFETY: the caller's promise; tags lie behind the counter.
-        let seen = unsafe { self.block.memory().load(semaphore.inbound + word) };
-        // Proxies leave none.
-        if seen == tag || seen == 0 || seen >> SIZE_BITS != tag >> SIZE_BITS {
-            return Ok(());
-        }
-        let (peer, channel) = (semaphore.peer, semaphore.channel);
-        let (kind, op) = (WaitKind::Size, op.index);
-        Err(self.block.refuse(&Waiting {
-            site: Site {
-                kind,
-                peer,
-                channel,
-                op,
-            },
-            spins: 0,
-            expected: self.launch.bytes,
-            seen: seen & SIZE_MASK,
-        }))
-    }
-
     /// # Safety
     /// `op` must be one of the program's, of this kind.
     unsafe fn signal(&self, op: &Op) -> Result<(), Stopped> {
         self.block.sync(Ok(()))?;
-        let (tag, word) = self.tag();
+        let (tag, word) = tag(self.start.epoch, self.launch.bytes);
         let mut k = self.block.thread();
         while k < op.links {
             // SAFETY: the caller's promise.
@@ -420,7 +382,10 @@ impl<B: Block> Execution<'_, B> {
                     OpKind::RelaxedWait => semaphore.relaxed_wait(self.block, op.index),
                     _ => semaphore.wait(self.block, op.index),
                 }
-                .and_then(|()| self.compare(&semaphore, op))
+                .and_then(|()| {
+                    let call = (self.start.epoch, self.launch.bytes);
+                    compare(self.block, &semaphore, call, op.index)
+                })
             };
             k += self.block.threads();
         }
@@ -649,6 +614,52 @@ impl<B: Block> Execution<'_, B> {
             leave(self.block, &counters, self.start.epoch, index)
         }
     }
+}
+
+/// What the signals of a call carry: the size, and enough of the epoch to tell it from others; and in which
+/// of the semaphore's two words.
+pub(crate) const fn tag(epoch: u64, bytes: u64) -> (u64, u64) {
+    let tag = epoch << SIZE_BITS | bytes & SIZE_MASK;
+    (tag, TAGS + (epoch & 1) * 8)
+}
+
+/// Looks whether the signal that operation `op` waited for came from a call of this size.
+///
+/// A peer that is already in the next call writes the other word. If it is further ahead, as it
+/// can be where data flows one way, the epoch differs and nothing is concluded.
+///
+/// # Errors
+/// [`Stopped::Mismatch`].
+///
+/// # Safety
+/// `semaphore` must be valid.
+#[inline(always)]
+pub(crate) unsafe fn compare<B: Block>(
+    block: &B,
+    semaphore: &Semaphore,
+    (epoch, bytes): (u64, u64),
+    op: u32,
+) -> Result<(), Stopped> {
+    let (tag, word) = tag(epoch, bytes);
+    // SAFETY: the caller's promise; tags lie behind the counter.
+    let seen = unsafe { block.memory().load(semaphore.inbound + word) };
+    // Proxies leave none.
+    if seen == tag || seen == 0 || seen >> SIZE_BITS != tag >> SIZE_BITS {
+        return Ok(());
+    }
+    let (peer, channel) = (semaphore.peer, semaphore.channel);
+    let kind = WaitKind::Size;
+    Err(block.refuse(&Waiting {
+        site: Site {
+            kind,
+            peer,
+            channel,
+            op,
+        },
+        spins: 0,
+        expected: bytes,
+        seen: seen & SIZE_MASK,
+    }))
 }
 
 /// What a launch begins and ends with.

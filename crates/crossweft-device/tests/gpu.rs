@@ -9,13 +9,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use common::{Guarded, HostBlock, Random, difference, reference};
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
 use crossweft_device::executor::Counters;
-use crossweft_device::gpu::fused::{self, FusedTables};
+use crossweft_device::gpu::fused::{Tables, one_shot, two_shot};
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::gpu::{
-    FusedLaunch, GpuContext, GpuReducer, MAX_FUSED, TABLE_BYTES, copy, packets,
+    GpuContext, GpuReducer, MAX_FUSED, OneShot, TABLE_BYTES, TwoShot, copy, packets,
 };
 use crossweft_device::packet::{PAYLOAD, WORD, copy_from_packets, copy_to_packets};
 use crossweft_device::reduce::{HostReducer, Location, Reducer, Sources};
+use crossweft_device::semaphore::Semaphore;
 use crossweft_device::{Block, DataType, Memory, Raw, ReduceOp, Site, Stopped, WaitKind, Waiting};
 
 const SITE: Site = Site {
@@ -520,23 +521,41 @@ fn packets_of_a_gpu_are_read_by_the_host() {
 }
 
 /// A launch's own tables.
-struct Own<'a>(&'a FusedLaunch);
+struct Own {
+    target: [u64; MAX_FUSED],
+    source: [u64; MAX_FUSED],
+    peer: [u32; MAX_FUSED],
+}
 
-impl FusedTables for Own<'_> {
+impl Tables for Own {
     fn target(&self, k: u32) -> u64 {
-        self.0.target[k as usize]
+        self.target[k as usize]
     }
 
     fn source(&self, k: u32) -> u64 {
-        self.0.source[k as usize]
+        self.source[k as usize]
     }
 
     fn peer(&self, k: u32) -> u32 {
-        self.0.peer[k as usize]
+        self.peer[k as usize]
     }
 }
 
-/// Ranks of [`fused::run`], with room for messages of 64 pieces.
+fn own(launch: &OneShot) -> Own {
+    let OneShot {
+        target,
+        source,
+        peer,
+        ..
+    } = *launch;
+    Own {
+        target,
+        source,
+        peer,
+    }
+}
+
+/// Ranks of [`one_shot::run`], with room for messages of 64 pieces.
 struct FusedRanks {
     inputs: Vec<Guarded>,
     outputs: Vec<Guarded>,
@@ -569,9 +588,9 @@ impl FusedRanks {
         this
     }
 
-    fn launch(&mut self, rank: u32, op: ReduceOp, bytes: u64, blocks: u64) -> FusedLaunch {
+    fn launch(&mut self, rank: u32, op: ReduceOp, bytes: u64, blocks: u64) -> OneShot {
         let r = rank as usize;
-        let mut launch = FusedLaunch {
+        let mut launch = OneShot {
             input: self.inputs[r].addr(),
             output: self.outputs[r].addr(),
             bytes,
@@ -636,7 +655,7 @@ fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
                     scope.spawn(move || {
                         let outcomes = Team::new(3, 1 << 20).run(|member| {
                             // SAFETY: the launch is laid out for these buffers.
-                            unsafe { fused::run::<_, E>(member, launch, &Own(launch), index) }
+                            unsafe { one_shot::run::<_, E>(member, launch, &own(launch), index) }
                         });
                         assert_eq!(outcomes, [Ok(()); 3], "epoch {epoch}");
                     });
@@ -683,8 +702,131 @@ fn a_one_shot_in_one_piece_ends_its_wait() {
     let launch = ranks.launch(0, ReduceOp::Sum, 48, 1);
     let outcomes = Team::new(2, 5).run(|member| {
         // SAFETY: the launch is laid out for these buffers.
-        unsafe { fused::run::<_, i32>(member, &launch, &Own(&launch), 0) }
+        unsafe { one_shot::run::<_, i32>(member, &launch, &own(&launch), 0) }
     });
     assert_eq!(outcomes, [Err(Stopped::Deadline); 2]);
     assert_eq!(ranks.counters[0].word(0), 9);
+}
+
+/// Launches of all ranks, blocks and threads at once; `in_place` or not.
+fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool) {
+    let (blocks, peers, first) = (2, FUSED_RANKS - 1, 7);
+    let mut ranks = FusedRanks::new(first);
+    // Of each rank, block and peer: a counter with its tags, and the count of waits.
+    let count = (blocks * peers) as usize;
+    let mut inbound: Vec<_> = (0..FUSED_RANKS)
+        .map(|_| Guarded::holding(&vec![0; 24 * count], 0))
+        .collect();
+    let mut expected: Vec<_> = (0..FUSED_RANKS)
+        .map(|_| Guarded::holding(&vec![0; 8 * count], 0))
+        .collect();
+    // As plans number them: a rank's peers in order, block after block.
+    let place = |of: u32, with: u32| if with < of { with } else { with - 1 };
+    let semaphores: Vec<Vec<Semaphore>> = (0..FUSED_RANKS)
+        .map(|rank| {
+            let mut all = Vec::new();
+            for block in 0..blocks {
+                for peer in (0..FUSED_RANKS).filter(|&peer| peer != rank) {
+                    let at = |of, with| u64::from(block * peers + place(of, with));
+                    all.push(Semaphore {
+                        inbound: inbound[rank as usize].addr() + 24 * at(rank, peer),
+                        outbound: inbound[peer as usize].addr() + 24 * at(peer, rank),
+                        expected: expected[rank as usize].addr() + 8 * at(rank, peer),
+                        peer,
+                        channel: block,
+                    });
+                }
+            }
+            all
+        })
+        .collect();
+    let size = dtype.size() as u64;
+    for (epoch, elements) in (first..).zip([FUSED_MOST / size, 1, 530 / size, 13]) {
+        let bytes = elements * size;
+        let mut random = Random(epoch * 31 + elements);
+        let data: Vec<_> = (0..FUSED_RANKS)
+            .map(|_| random.bytes(bytes as usize))
+            .collect();
+        for (input, data) in ranks.inputs.iter_mut().zip(&data) {
+            // SAFETY: it has room for the largest message.
+            unsafe { Raw.copy(input.addr(), data.as_ptr() as u64, bytes) };
+        }
+        let chunk = bytes.div_ceil(16).div_ceil(FUSED_RANKS.into()) * 16;
+        let mut target = [0; MAX_FUSED];
+        let mut source = [0; MAX_FUSED];
+        for k in 0..FUSED_RANKS as usize {
+            source[k] = ranks.inputs[k].addr();
+            target[k] = match in_place {
+                true => source[k],
+                false => ranks.outputs[k].addr(),
+            };
+        }
+        let launches: Vec<_> = (0..FUSED_RANKS)
+            .map(|rank| {
+                let begin = (chunk * u64::from(rank)).min(bytes);
+                let end = (begin + chunk).min(bytes);
+                TwoShot {
+                    begin,
+                    end,
+                    step: (end - begin).div_ceil(16).div_ceil(blocks.into()) * 16,
+                    bytes,
+                    counters: ranks.launch(rank, op, bytes, blocks.into()).counters,
+                    context: GpuContext::default(),
+                    semaphores: semaphores[rank as usize].as_ptr() as u64,
+                    op,
+                    divisor: if op == ReduceOp::Avg { FUSED_RANKS } else { 0 },
+                    sources: FUSED_RANKS,
+                    targets: FUSED_RANKS,
+                    peers,
+                    rank,
+                    first_wait: 1,
+                    second_wait: 4,
+                    target,
+                    source,
+                }
+            })
+            .collect();
+        let tables = &Own {
+            target,
+            source,
+            peer: [0; MAX_FUSED],
+        };
+        std::thread::scope(|scope| {
+            for launch in &launches {
+                for index in 0..blocks {
+                    scope.spawn(move || {
+                        let outcomes = Team::new(2, 1 << 20).run(|member| {
+                            // SAFETY: the launch is laid out for these buffers.
+                            unsafe { two_shot::run::<_, E>(member, launch, tables, index) }
+                        });
+                        assert_eq!(outcomes, [Ok(()); 2], "epoch {epoch}");
+                    });
+                }
+            }
+        });
+        let wanted = reference(dtype, op, FUSED_RANKS, &data);
+        for rank in 0..FUSED_RANKS as usize {
+            let mut got = vec![0; bytes as usize];
+            // SAFETY: the launch is over.
+            unsafe { Raw.copy(got.as_mut_ptr() as u64, target[rank], bytes) };
+            let wrong = difference(dtype, &got, &wanted);
+            assert_eq!(wrong, None, "{dtype} {op}, rank {rank}, epoch {epoch}");
+            assert_eq!(ranks.counters[rank].word(0), epoch + 1);
+            assert!(ranks.outputs[rank].intact() && ranks.inputs[rank].intact());
+        }
+    }
+    assert!(inbound.iter().chain(&expected).all(Guarded::intact));
+}
+
+#[test]
+fn two_shots_in_one_piece_are_the_references() {
+    for op in ReduceOp::ALL {
+        for in_place in [false, true] {
+            two_shots_reduce::<f32>(DataType::F32, op, in_place);
+            two_shots_reduce::<Bf16>(DataType::Bf16, op, in_place);
+            two_shots_reduce::<F8E5M2>(DataType::F8E5M2, op, in_place);
+            two_shots_reduce::<i8>(DataType::I8, op, in_place);
+            two_shots_reduce::<i64>(DataType::I64, op, in_place);
+        }
+    }
 }

@@ -14,12 +14,11 @@ use crossweft_hal::cuda::{
 };
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::{
-    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, PlanLaunch, fused_entry, plan_entry,
-    plan_module,
+    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, PlanLaunch, entries, plan_module,
 };
 
 use crate::ExecutorError;
-use crate::fused::Fused;
+use crate::fused::{Fused, Parameter};
 use crate::launch::RawBuffers;
 use crate::prepared::{Machine, Prepared};
 
@@ -81,21 +80,20 @@ impl CudaLauncher {
             ),
         };
         let module = plan_module(dtype, sm).ok_or_else(incapable)?;
-        let entry = plan_entry(dtype).ok_or_else(incapable)?;
-        let whole = fused_entry(dtype).ok_or_else(incapable)?;
+        let entries = entries(dtype).ok_or_else(incapable)?;
         let options = CompileOptions {
             max_registers: Some(MAX_REGISTERS),
             ..CompileOptions::default()
         };
         let loaded = Module::load(context, module.name, module.ptx, &options)?;
-        let kernel = loaded.kernel(entry)?;
+        let kernel = loaded.kernel(entries.plan)?;
         let most = threads.unwrap_or(MAX_THREADS).clamp(32, MAX_THREADS) / 32 * 32;
         let needed = u64::from(blocks) * u64::from(sharers);
         let threads = resident_threads(&kernel, most, needed)?;
         let fused = match fused {
             None => None,
             Some(fused) => {
-                let kernel = loaded.kernel(whole)?;
+                let kernel = loaded.kernel(fused.entry(&entries))?;
                 let threads = resident_threads(&kernel, most, needed)?;
                 Some((fused, kernel, threads))
             }
@@ -148,11 +146,15 @@ impl CudaLauncher {
             let context = self.guard.context(limit);
             if let Some(parameter) = fused.launch(program, launch, context, self.op) {
                 // A thread has a granule; those without one would only be waited for.
-                let granules = Fused::step(program, launch.bytes).div_ceil(GRANULE);
+                let granules = fused.step(program, launch.bytes).div_ceil(GRANULE);
                 let threads = granules.next_multiple_of(32).clamp(32, (*most).into()) as u32;
                 let shape = Shape::linear(program.block_count, threads);
+                let parameter = match &parameter {
+                    Parameter::OneShot(parameter) => Argument::from(parameter),
+                    Parameter::TwoShot(parameter) => Argument::from(parameter),
+                };
                 // SAFETY: this is the kernel's parameter; the rest is the caller's promise.
-                return unsafe { kernel.launch(stream, &shape, &[Argument::from(&parameter)]) };
+                return unsafe { kernel.launch(stream, &shape, &[parameter]) };
             }
         }
         let plan = self.parameter(program, launch, limit);

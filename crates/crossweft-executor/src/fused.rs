@@ -1,6 +1,5 @@
-//! Plans that a GPU runs in one piece, by a kernel with little else in it: one hop of packets, then a
-//! reduction. The same packets in the same places as the executor's, so each rank, and each launch, may
-//! take either.
+//! Plans that a GPU runs in one piece, by a kernel with little else in it. The same packets, signals and
+//! places as the executor's, so each rank, and each launch, may take either.
 
 use crossweft_channel::ChannelError;
 use crossweft_device::ReduceOp;
@@ -8,74 +7,106 @@ use crossweft_device::executor::Counters;
 use crossweft_device::extent::{Extent, GRANULE, chunk_bytes};
 use crossweft_device::packet::{PAYLOAD, WORD};
 use crossweft_device::program::{Launch, Program, Space};
-use crossweft_kernels::{FusedLaunch, GpuContext, MAX_FUSED};
-use crossweft_plan::{Buffer, Op, Operand, Plan};
+use crossweft_device::semaphore::Semaphore;
+use crossweft_kernels::{Entries, GpuContext, MAX_FUSED, OneShot, TwoShot};
+use crossweft_plan::{Buffer, ChannelKind, Op, Operand, Plan};
 
 use crate::tables::Memories;
 
-/// What such a plan is made of, as one rank sees it.
+/// A rank's part of such a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fused {
-    /// Where this rank's packets go, in the plan's order.
-    targets: Vec<Slot>,
-    /// What is reduced, in the plan's order; `None` is this rank's input.
-    sources: Vec<Option<Slot>>,
-    /// This rank's packet memory.
+    form: Form,
+    /// Where the results go, or this rank's packets, in the plan's order.
+    targets: Vec<Place>,
+    /// What is reduced, in the plan's order.
+    sources: Vec<Place>,
+    /// This rank's packet memory; 0 if there is none.
     packets: u64,
-    /// Index of the reduction.
-    op_index: u32,
 }
 
-/// A slot of packet memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Slot {
-    /// Where the first slot is, as mapped here.
-    base: u64,
-    index: u32,
+enum Form {
+    OneShot,
+    TwoShot,
+}
+
+/// A place that a launch knows the address of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    space: Space,
+    /// Whose it is.
+    rank: u32,
     /// Who sends to it, or reads from it.
     peer: u32,
+    /// Where the buffer is, as mapped here; 0 if it is private.
+    base: u64,
+    /// The slot, or the chunk.
+    index: u32,
+}
+
+/// The parameter of a kernel that runs a plan in one piece.
+#[derive(Debug)]
+pub(crate) enum Parameter {
+    OneShot(OneShot),
+    TwoShot(TwoShot),
 }
 
 impl Fused {
-    /// `rank`'s part of `plan`, if it has this form.
+    /// `rank`'s part of `plan`, if it has such a form.
     pub(crate) fn of(
         plan: &Plan,
         rank: u32,
         memories: &Memories<'_>,
     ) -> Result<Option<Self>, ChannelError> {
-        let Some((to, from)) = one_shot(plan, rank) else {
-            return Ok(None);
+        let (form, (to, from)) = match (one_shot(plan, rank), two_shot(plan, rank)) {
+            (Some(operands), _) => (Form::OneShot, operands),
+            (_, Some(operands)) => (Form::TwoShot, operands),
+            _ => return Ok(None),
         };
-        let slot = |operand: &Operand, peer| -> Result<Slot, ChannelError> {
-            Ok(Slot {
-                base: memories.base(operand.rank, Space::Packets)?,
+        let place = |operand: &Operand| -> Result<Place, ChannelError> {
+            let space = operand.buffer.into();
+            let peer = match space {
+                Space::Packets if operand.rank == rank => plan.packet_sender(rank, operand.index),
+                _ => None,
+            };
+            Ok(Place {
+                space,
+                rank: operand.rank,
+                peer: peer.unwrap_or(operand.rank),
+                base: memories.base(operand.rank, space)?,
                 index: operand.index,
-                peer,
             })
         };
-        let targets = to.iter().map(|operand| slot(operand, operand.rank));
-        let sources = from.iter().map(|operand| match operand.buffer {
-            Buffer::Packets => {
-                let sender = plan.packet_sender(rank, operand.index);
-                slot(operand, sender.unwrap_or(rank)).map(Some)
-            }
-            _ => Ok(None),
-        });
         Ok(Some(Self {
-            targets: targets.collect::<Result<_, _>>()?,
-            sources: sources.collect::<Result<_, _>>()?,
+            form,
+            targets: to.iter().map(place).collect::<Result<_, _>>()?,
+            sources: from.iter().map(place).collect::<Result<_, _>>()?,
             packets: memories.base(rank, Space::Packets)?,
-            op_index: 1,
         }))
     }
 
-    /// Bytes of a thread block's part of a message.
-    pub(crate) fn step(program: &Program, bytes: u64) -> u64 {
-        let all = Extent {
-            begin: 0,
-            end: bytes,
-        };
-        all.slice(0, program.block_count).len()
+    /// The kernel.
+    pub(crate) fn entry(&self, entries: &Entries) -> &'static str {
+        match self.form {
+            Form::OneShot => entries.one_shot,
+            Form::TwoShot => entries.two_shot,
+        }
+    }
+
+    /// The part of a message that this rank reduces.
+    fn part(&self, program: &Program, bytes: u64) -> Extent {
+        let chunk = chunk_bytes(bytes, program.chunks);
+        match self.form {
+            Form::OneShot => Extent::of_chunks(bytes, chunk, 0, program.chunks),
+            Form::TwoShot => Extent::of_chunks(bytes, chunk, program.rank, 1),
+        }
+    }
+
+    /// Bytes of a thread block's share of that.
+    pub(crate) fn step(&self, program: &Program, bytes: u64) -> u64 {
+        let part = self.part(program, bytes);
+        part.slice(0, program.block_count).len()
     }
 
     /// The kernel's parameter; `None` if this launch is not for it, whose buffers must be aligned.
@@ -85,56 +116,99 @@ impl Fused {
         launch: &Launch,
         context: GpuContext,
         op: ReduceOp,
-    ) -> Option<FusedLaunch> {
-        let Launch {
-            input,
-            output,
-            bytes,
-            ..
-        } = *launch;
-        if !(input | output).is_multiple_of(GRANULE) {
+    ) -> Option<Parameter> {
+        let bytes = launch.bytes;
+        let chunk = chunk_bytes(bytes, program.chunks);
+        let at = |place: &Place| match (place.space, place.rank == program.rank) {
+            (Space::Input, true) => launch.input,
+            (Space::Input, false) => place.base + launch.input_offset,
+            (Space::Output, true) => launch.output,
+            (Space::Output, false) => place.base + launch.output_offset,
+            _ => place.base + chunk * u64::from(place.index) * (WORD / PAYLOAD),
+        };
+        let all = |places: &[Place]| {
+            let mut table = [0; MAX_FUSED];
+            for (entry, place) in table.iter_mut().zip(places) {
+                *entry = at(place);
+            }
+            table
+        };
+        let (target, mut source) = (all(&self.targets), all(&self.sources));
+        let aligned = |address: &u64| address.is_multiple_of(GRANULE);
+        if !target.iter().chain(&source).all(aligned) {
             return None;
         }
-        let chunk = chunk_bytes(bytes, program.chunks);
-        let at = |slot: &Slot| slot.base + chunk * u64::from(slot.index) * (WORD / PAYLOAD);
-        let mut parameter = FusedLaunch {
-            input,
-            output,
-            bytes,
-            step: Self::step(program, bytes),
-            counters: Counters {
-                epoch: program.counters,
-                packets: self.packets,
-                packets_half: program.packets_half,
-                blocks: program.block_count.into(),
-            },
-            context,
-            op,
-            divisor: if op == ReduceOp::Avg {
-                program.ranks
-            } else {
-                0
-            },
-            targets: self.targets.len() as u32,
-            sources: self.sources.len() as u32,
-            op_index: self.op_index,
-            rank: program.rank,
-            target: [0; MAX_FUSED],
-            source: [0; MAX_FUSED],
-            peer: [program.rank; MAX_FUSED],
+        let counters = Counters {
+            epoch: program.counters,
+            packets: self.packets,
+            packets_half: program.packets_half,
+            blocks: program.block_count.into(),
         };
-        for (place, slot) in parameter.target.iter_mut().zip(&self.targets) {
-            *place = at(slot);
-        }
-        let places = parameter.source.iter_mut().zip(&mut parameter.peer);
-        for ((place, peer), source) in places.zip(&self.sources) {
-            if let Some(slot) = source {
-                (*place, *peer) = (at(slot), slot.peer);
+        let divisor = if op == ReduceOp::Avg {
+            program.ranks
+        } else {
+            0
+        };
+        let (targets, sources) = (self.targets.len() as u32, self.sources.len() as u32);
+        let (rank, step) = (program.rank, self.step(program, bytes));
+        Some(match self.form {
+            Form::OneShot => {
+                let mut peer = [rank; MAX_FUSED];
+                for (k, place) in self.sources.iter().enumerate() {
+                    peer[k] = place.peer;
+                    if place.space == Space::Input {
+                        source[k] = 0;
+                    }
+                }
+                if !aligned(&launch.output) {
+                    return None;
+                }
+                Parameter::OneShot(OneShot {
+                    input: launch.input,
+                    output: launch.output,
+                    bytes,
+                    step,
+                    counters,
+                    context,
+                    op,
+                    divisor,
+                    targets,
+                    sources,
+                    op_index: 1,
+                    rank,
+                    target,
+                    source,
+                    peer,
+                })
             }
-        }
-        Some(parameter)
+            Form::TwoShot => {
+                let Extent { begin, end } = self.part(program, bytes);
+                Parameter::TwoShot(TwoShot {
+                    begin,
+                    end,
+                    step,
+                    bytes,
+                    counters,
+                    context,
+                    semaphores: program.semaphores,
+                    op,
+                    divisor,
+                    sources,
+                    targets,
+                    peers: program.ranks - 1,
+                    rank,
+                    first_wait: 1,
+                    second_wait: 4,
+                    target,
+                    source,
+                })
+            }
+        })
     }
 }
+
+/// The semaphores of a two-shot plan are read as an array.
+const _: () = assert!(size_of::<Semaphore>() == 32);
 
 /// The targets and sources of a plan whose blocks, on this rank, send their slices of the whole input to
 /// others' packet memory and then reduce it with what came into this rank's, to the output.
@@ -170,6 +244,66 @@ fn one_shot(plan: &Plan, rank: u32) -> Option<(&[Operand], &[Operand])> {
             && *outputs == result
             && to.iter().all(|o| o.buffer == Buffer::Packets)
             && from.iter().all(from_here)
+            && !from.is_empty()
+            && from.len().max(to.len()) <= MAX_FUSED;
+        if !fits || found.is_some_and(|same| same != (to.as_slice(), from.as_slice())) {
+            return None;
+        }
+        found = Some((to.as_slice(), from.as_slice()));
+    }
+    found
+}
+
+/// The targets and sources of a plan whose blocks, on this rank, meet all others, reduce their slices of this
+/// rank's chunk of all inputs into all outputs, and meet again.
+fn two_shot(plan: &Plan, rank: u32) -> Option<(&[Operand], &[Operand])> {
+    let ranks = plan.ranks.len() as u32;
+    let program = plan.ranks.get(rank as usize)?;
+    let mut found = None;
+    for (index, ops) in (0..).zip(&program.blocks) {
+        let [
+            Op::Signal {
+                channels: all,
+                relaxed: false,
+            },
+            Op::Wait {
+                channels: first,
+                relaxed: false,
+            },
+            Op::Reduce {
+                chunks,
+                from,
+                to,
+                last: true,
+                ..
+            },
+            Op::Signal {
+                channels: again,
+                relaxed: false,
+            },
+            Op::Wait {
+                channels: second,
+                relaxed: false,
+            },
+        ] = ops.as_slice()
+        else {
+            return None;
+        };
+        // The kernel finds a block's channels by its number.
+        let own = index * (ranks - 1)..(index + 1) * (ranks - 1);
+        let by_memory = |&id: &u32| {
+            let channel = program.channels.get(id as usize);
+            channel.is_some_and(|channel| channel.kind == ChannelKind::Memory)
+        };
+        let part = (chunks.first, chunks.count, chunks.slice);
+        let is = |o: &Operand, buffer| (o.buffer, o.index) == (buffer, rank);
+        let fits = all.iter().copied().eq(own)
+            && all.iter().all(by_memory)
+            && [first, again, second] == [all; 3]
+            && plan.chunks == ranks
+            && part == (rank, 1, (index, program.blocks.len() as u32))
+            && from.iter().all(|o| is(o, Buffer::Input))
+            && to.iter().all(|o| is(o, Buffer::Output))
             && !from.is_empty()
             && from.len().max(to.len()) <= MAX_FUSED;
         if !fits || found.is_some_and(|same| same != (to.as_slice(), from.as_slice())) {
@@ -241,6 +375,62 @@ mod tests {
         ];
         for (i, change) in spoilt.into_iter().enumerate() {
             assert_eq!(one_shot(&plan(change), 0), None, "change {i}");
+        }
+    }
+
+    /// Two ranks, two blocks each; `change` may spoil it.
+    fn two_shot_plan(change: impl Fn(&mut Vec<Op>)) -> Plan {
+        let mut builder = Builder::new("two", Collective::AllReduce, 2, 2, 2);
+        for block in 0..2 {
+            let (of_0, of_1) = builder.connect(0, 1);
+            for (rank, channel) in [(0, of_0), (1, of_1)] {
+                let every = |buffer| (0..2).map(|q| Operand::new(q, buffer, rank)).collect();
+                let chunks = Chunks::new(rank, 1).sliced(block, 2);
+                builder
+                    .at(rank, block)
+                    .signal(&[channel])
+                    .wait(&[channel])
+                    .reduce_last(chunks, every(Buffer::Input), every(Buffer::Output))
+                    .signal(&[channel])
+                    .wait(&[channel]);
+            }
+        }
+        let mut plan = builder.finish().expect("a sound plan");
+        change(&mut plan.ranks[1].blocks[1]);
+        plan
+    }
+
+    #[test]
+    fn two_shots_are_recognised_and_nothing_else() {
+        let whole = two_shot_plan(|_| ());
+        for rank in 0..2 {
+            let (to, from) = two_shot(&whole, rank).expect("a two-shot");
+            assert_eq!(to[1], Operand::new(1, Buffer::Output, rank));
+            assert_eq!(from[0], Operand::new(0, Buffer::Input, rank));
+            assert_eq!(one_shot(&whole, rank), None);
+        }
+        let spoilt: [fn(&mut Vec<Op>); 5] = [
+            |ops| ops.truncate(4),
+            |ops| ops.swap(1, 2),
+            |ops| {
+                // Another block's channel.
+                if let Op::Wait { channels, .. } = &mut ops[1] {
+                    channels[0] = 0;
+                }
+            },
+            |ops| {
+                if let Op::Signal { relaxed, .. } = &mut ops[3] {
+                    *relaxed = true;
+                }
+            },
+            |ops| {
+                if let Op::Reduce { from, .. } = &mut ops[2] {
+                    from[0].index = 0;
+                }
+            },
+        ];
+        for (i, change) in spoilt.into_iter().enumerate() {
+            assert_eq!(two_shot(&two_shot_plan(change), 1), None, "change {i}");
         }
     }
 }

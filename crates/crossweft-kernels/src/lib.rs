@@ -8,7 +8,7 @@
 //!
 //! # How to launch
 //!
-//! A plan's kernel ([`plan_entry`]) has two parameters: a [`PlanLaunch`] by value, and the address
+//! A plan's kernel ([`Entries::plan`]) has two parameters: a [`PlanLaunch`] by value, and the address
 //! of an array of them. For one rank, pass its plan and 0; the grid has one block for each of the
 //! program's. For several ranks in one grid, pass the address of their plans in device memory (the
 //! first parameter is then not read, but must be there); the grid's second dimension is the rank,
@@ -20,7 +20,7 @@
 
 use crossweft_device::DataType;
 pub use crossweft_device::gpu::{
-    FusedLaunch, GpuContext, MAX_FUSED, MAX_OPERANDS, OneShotLaunch, PlanLaunch, StatusRecord,
+    GpuContext, MAX_FUSED, MAX_OPERANDS, OneShot, OneShotLaunch, PlanLaunch, StatusRecord, TwoShot,
 };
 
 /// Threads of a block, at most (`.maxntid`): what registers are there for, so that nothing is
@@ -48,7 +48,7 @@ pub struct Module {
 }
 
 macro_rules! modules {
-    ($($dtype:ident, $name:literal, $entry:literal, $fused:literal;)*) => {
+    ($($dtype:ident, $name:literal, $entry:literal, $one_shot:literal, $two_shot:literal;)*) => {
         /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one for
         /// tests and measurements.
         pub const MODULES: &[Module] = &[
@@ -56,7 +56,7 @@ macro_rules! modules {
                 name: $name,
                 sm: 80,
                 ptx: include_str!(concat!("../../../kernels/ptx/", $name, ".sm_80.ptx")),
-                entries: &[$entry, $fused],
+                entries: &[$entry, $one_shot, $two_shot],
             },)*
             Module {
                 name: BENCH,
@@ -67,9 +67,16 @@ macro_rules! modules {
         ];
 
         /// The name of a data type's module, and its entry points.
-        const fn of(dtype: DataType) -> Option<(&'static str, &'static str, &'static str)> {
+        const fn of(dtype: DataType) -> Option<(&'static str, Entries)> {
             match dtype {
-                $(DataType::$dtype => Some(($name, $entry, $fused)),)*
+                $(DataType::$dtype => Some((
+                    $name,
+                    Entries {
+                        plan: $entry,
+                        one_shot: $one_shot,
+                        two_shot: $two_shot,
+                    },
+                )),)*
                 // Data types to come.
                 _ => None,
             }
@@ -78,20 +85,20 @@ macro_rules! modules {
 }
 
 modules! {
-    I8, "i8", "crossweft_plan_i8", "crossweft_fused_i8";
-    U8, "u8", "crossweft_plan_u8", "crossweft_fused_u8";
-    I16, "i16", "crossweft_plan_i16", "crossweft_fused_i16";
-    U16, "u16", "crossweft_plan_u16", "crossweft_fused_u16";
-    I32, "i32", "crossweft_plan_i32", "crossweft_fused_i32";
-    U32, "u32", "crossweft_plan_u32", "crossweft_fused_u32";
-    I64, "i64", "crossweft_plan_i64", "crossweft_fused_i64";
-    U64, "u64", "crossweft_plan_u64", "crossweft_fused_u64";
-    F16, "f16", "crossweft_plan_f16", "crossweft_fused_f16";
-    Bf16, "bf16", "crossweft_plan_bf16", "crossweft_fused_bf16";
-    F32, "f32", "crossweft_plan_f32", "crossweft_fused_f32";
-    F64, "f64", "crossweft_plan_f64", "crossweft_fused_f64";
-    F8E4M3, "f8e4m3", "crossweft_plan_f8e4m3", "crossweft_fused_f8e4m3";
-    F8E5M2, "f8e5m2", "crossweft_plan_f8e5m2", "crossweft_fused_f8e5m2";
+    I8, "i8", "crossweft_plan_i8", "crossweft_one_shot_i8", "crossweft_two_shot_i8";
+    U8, "u8", "crossweft_plan_u8", "crossweft_one_shot_u8", "crossweft_two_shot_u8";
+    I16, "i16", "crossweft_plan_i16", "crossweft_one_shot_i16", "crossweft_two_shot_i16";
+    U16, "u16", "crossweft_plan_u16", "crossweft_one_shot_u16", "crossweft_two_shot_u16";
+    I32, "i32", "crossweft_plan_i32", "crossweft_one_shot_i32", "crossweft_two_shot_i32";
+    U32, "u32", "crossweft_plan_u32", "crossweft_one_shot_u32", "crossweft_two_shot_u32";
+    I64, "i64", "crossweft_plan_i64", "crossweft_one_shot_i64", "crossweft_two_shot_i64";
+    U64, "u64", "crossweft_plan_u64", "crossweft_one_shot_u64", "crossweft_two_shot_u64";
+    F16, "f16", "crossweft_plan_f16", "crossweft_one_shot_f16", "crossweft_two_shot_f16";
+    Bf16, "bf16", "crossweft_plan_bf16", "crossweft_one_shot_bf16", "crossweft_two_shot_bf16";
+    F32, "f32", "crossweft_plan_f32", "crossweft_one_shot_f32", "crossweft_two_shot_f32";
+    F64, "f64", "crossweft_plan_f64", "crossweft_one_shot_f64", "crossweft_two_shot_f64";
+    F8E4M3, "f8e4m3", "crossweft_plan_f8e4m3", "crossweft_one_shot_f8e4m3", "crossweft_two_shot_f8e4m3";
+    F8E5M2, "f8e5m2", "crossweft_plan_f8e5m2", "crossweft_one_shot_f8e5m2", "crossweft_two_shot_f8e5m2";
 }
 
 /// Name of the module for tests and measurements.
@@ -104,22 +111,24 @@ pub fn plan_module(dtype: DataType, sm: u32) -> Option<&'static Module> {
     of(dtype).and_then(|(name, ..)| find(name, sm))
 }
 
-/// The entry point of [`plan_module`]; `None` for a data type that has no kernels. The operation is
-/// in the [`PlanLaunch`].
-#[must_use]
-pub const fn plan_entry(dtype: DataType) -> Option<&'static str> {
-    match of(dtype) {
-        Some((_, entry, _)) => Some(entry),
-        None => None,
-    }
+/// Entry points of a [`plan_module`]. The operation is in the parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entries {
+    /// Runs any plan.
+    pub plan: &'static str,
+    /// Runs a one-shot plan in one piece: takes a [`OneShot`] by value; the grid has one block for each of the
+    /// plan's.
+    pub one_shot: &'static str,
+    /// Runs a two-shot plan in one piece: takes a [`TwoShot`] by value; the grid has one block for each of the
+    /// plan's, with a thread for each other rank at least.
+    pub two_shot: &'static str,
 }
 
-/// The entry point of [`plan_module`] that runs a one-shot plan in one piece; `None` for a data type that has
-/// no kernels. Its one parameter is a [`FusedLaunch`] by value; the grid has one block for each of the plan's.
+/// The entry points of [`plan_module`]; `None` for a data type that has no kernels.
 #[must_use]
-pub const fn fused_entry(dtype: DataType) -> Option<&'static str> {
+pub const fn entries(dtype: DataType) -> Option<Entries> {
     match of(dtype) {
-        Some((.., entry)) => Some(entry),
+        Some((_, entries)) => Some(entries),
         None => None,
     }
 }
@@ -146,7 +155,7 @@ pub mod bench {
     /// `dst, a, b, elements`.
     pub const ADD_BF16: &str = "crossweft_add_bf16";
     /// The address of [`OneShotLaunch`](crate::OneShotLaunch)es, one for each row of the grid.
-    pub const ONE_SHOT_BF16: &str = "crossweft_one_shot_bf16";
+    pub const EXCHANGE_PACKETS_BF16: &str = "crossweft_exchange_packets_bf16";
     /// `semaphores, first side: u32, rounds: u32, out, limit`.
     pub const PING_PONG: &str = "crossweft_ping_pong";
     /// `packets, first side: u32, rounds: u32, out, limit`.
@@ -167,7 +176,7 @@ pub mod bench {
     pub(crate) const ALL: [&str; 10] = [
         COPY,
         ADD_BF16,
-        ONE_SHOT_BF16,
+        EXCHANGE_PACKETS_BF16,
         PING_PONG,
         PACKET_ECHO,
         FIFO_PUSH,
@@ -186,7 +195,7 @@ mod tests {
     fn every_data_type_has_its_module() {
         for dtype in DataType::ALL {
             let module = plan_module(dtype, 90).expect("a module");
-            let entry = plan_entry(dtype).expect("an entry");
+            let entry = entries(dtype).expect("entries").plan;
             assert_eq!(module.name, dtype.name());
             assert_eq!(module.entries, [entry]);
             assert!(module.ptx.contains(&format!(".entry {entry}(")), "{dtype}");
@@ -204,7 +213,7 @@ mod tests {
     #[test]
     fn parameters_are_as_large_as_kernels_say() {
         let module = plan_module(DataType::F32, 80).expect("a module");
-        let entry = plan_entry(DataType::F32).expect("an entry");
+        let entry = entries(DataType::F32).expect("entries").plan;
         let parameter = format!("{entry}_param_0[{}]", size_of::<PlanLaunch>());
         assert!(module.ptx.contains(&parameter), "{parameter}");
     }

@@ -57,14 +57,14 @@ pub struct PlanLaunch {
     pub reserved: u32,
 }
 
-/// Ranks that a [`FusedLaunch`] has room for.
+/// Ranks that a [`OneShot`] and a [`TwoShot`] have room for.
 pub const MAX_FUSED: usize = 16;
 
-/// The one parameter of the kernel that runs a one-shot plan in one piece ([`super::fused`]). Addresses are
+/// The one parameter of the kernel that runs a one-shot plan in one piece ([`super::fused::one_shot`]). Addresses are
 /// the device's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct FusedLaunch {
+pub struct OneShot {
     /// This rank's input, aligned to 16 bytes.
     pub input: u64,
     /// This rank's output, aligned to 16 bytes.
@@ -97,8 +97,48 @@ pub struct FusedLaunch {
     pub peer: [u32; MAX_FUSED],
 }
 
-/// The parameter of the one-shot all-reduce that is written by hand, for comparison with the
-/// executor. Addresses are the device's.
+/// The one parameter of the kernel that runs a two-shot plan in one piece ([`super::fused::two_shot`]).
+/// Addresses are the device's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct TwoShot {
+    /// Where this rank's chunk of the message begins, in bytes, a multiple of 16.
+    pub begin: u64,
+    /// Where it ends.
+    pub end: u64,
+    /// Bytes of a thread block's part, a multiple of 16.
+    pub step: u64,
+    /// Size of the message in bytes.
+    pub bytes: u64,
+    /// What the launch begins and ends with.
+    pub counters: Counters,
+    /// How waits end.
+    pub context: GpuContext,
+    /// This rank's semaphores with every other, block after block.
+    pub semaphores: u64,
+    /// How to reduce.
+    pub op: ReduceOp,
+    /// What an average divides by; 0 for other operations.
+    pub divisor: u32,
+    /// Inputs that are reduced, at most [`MAX_FUSED`].
+    pub sources: u32,
+    /// Outputs that get the result, at most [`MAX_FUSED`].
+    pub targets: u32,
+    /// Other ranks.
+    pub peers: u32,
+    /// This rank, for messages.
+    pub rank: u32,
+    /// Index of the first wait in the plan, for messages.
+    pub first_wait: u32,
+    /// Of the second.
+    pub second_wait: u32,
+    /// The outputs, aligned to 16 bytes.
+    pub target: [u64; MAX_FUSED],
+    /// The inputs, aligned to 16 bytes.
+    pub source: [u64; MAX_FUSED],
+}
+
+/// The parameter of the one-shot all-reduce among the kernels for tests. Addresses are the device's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OneShotLaunch {
@@ -132,6 +172,7 @@ const _: () = assert!(
     size_of::<PlanLaunch>()
         == size_of::<Program>() + size_of::<Launch>() + size_of::<GpuContext>() + 16
 );
-const _: () = assert!(size_of::<FusedLaunch>() == 112 + 2 * 8 * MAX_FUSED + 4 * MAX_FUSED);
+const _: () = assert!(size_of::<TwoShot>() == 128 + 2 * 8 * MAX_FUSED);
+const _: () = assert!(size_of::<OneShot>() == 112 + 2 * 8 * MAX_FUSED + 4 * MAX_FUSED);
 // Kernel parameters end at 4 KiB.
 const _: () = assert!(size_of::<PlanLaunch>() <= 4096);

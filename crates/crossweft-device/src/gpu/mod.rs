@@ -17,5 +17,7 @@ pub mod block;
 #[cfg(target_arch = "nvptx64")]
 pub mod nvptx;
 
-pub use launch::{FusedLaunch, GpuContext, MAX_FUSED, OneShotLaunch, PlanLaunch, StatusRecord};
+pub use launch::{
+    GpuContext, MAX_FUSED, OneShot, OneShotLaunch, PlanLaunch, StatusRecord, TwoShot,
+};
 pub use reduce::{GpuReducer, MAX_OPERANDS, TABLE_BYTES};

@@ -1,35 +1,22 @@
 //! A one-shot reduction in one piece: send this rank's input to everybody in packets, reduce what
 //! everybody sent.
-//!
-//! It is what the executor does with a plan of these two operations, with nothing to look up and little
-//! code, which is most of what a small message costs. Packets, their places, the epoch and the order of
-//! the reduction are the plan's, so ranks that run it and ranks that run the executor can meet.
 
 #![allow(
     clippy::cast_possible_truncation,
     reason = "a packet word is taken apart into its halves, and a half into bytes"
 )]
 
-use super::FusedLaunch;
-use super::packets::{flag_in, word};
-use super::reduce::{Combine, GpuElement, Sum};
-use super::wide::{PIECE, Piece, load1, load16, store1, store16};
+use super::{Tables, load, min, store};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
 use crate::executor::leave;
+use crate::gpu::OneShot;
+use crate::gpu::packets::{flag_in, word};
+use crate::gpu::reduce::{Combine, GpuElement, Sum};
+use crate::gpu::wide::{PIECE, Piece};
 use crate::memory::Memory;
 use crate::packet::{PAYLOAD, WORD, flag_of};
 use crate::wait::{Site, Stopped, WaitKind, wait_for};
-
-/// The tables of a [`FusedLaunch`], wherever they are.
-pub trait FusedTables {
-    /// Where the packets for target `k` go, in the first half.
-    fn target(&self, k: u32) -> u64;
-    /// Where source `k` sends its packets, in the first half; 0 for this rank's input.
-    fn source(&self, k: u32) -> u64;
-    /// The rank that source `k` is.
-    fn peer(&self, k: u32) -> u32;
-}
 
 /// Runs thread block `index` of a launch; `launch` without its tables, which are in `tables`.
 ///
@@ -43,8 +30,8 @@ pub trait FusedTables {
 #[inline(always)]
 pub unsafe fn run<B: Block, E: GpuElement>(
     block: &B,
-    launch: &FusedLaunch,
-    tables: &impl FusedTables,
+    launch: &OneShot,
+    tables: &impl Tables,
     index: u32,
 ) -> Result<(), Stopped> {
     // SAFETY: the caller's promise. The usual operation has a text of its own, without the others'.
@@ -61,13 +48,13 @@ pub unsafe fn run<B: Block, E: GpuElement>(
 #[inline(always)]
 unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
     block: &B,
-    launch: &FusedLaunch,
-    tables: &impl FusedTables,
+    launch: &OneShot,
+    tables: &impl Tables,
     index: u32,
     combine: C,
 ) -> Result<(), Stopped> {
     let memory = block.memory();
-    let FusedLaunch {
+    let OneShot {
         input,
         output,
         bytes,
@@ -177,55 +164,6 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
     }
 }
 
-/// The first `left` bytes of a piece, or all of it; the rest is zero.
-///
-/// # Safety
-/// The address must be aligned to a piece and valid for them.
-#[inline(always)]
-unsafe fn load(addr: u64, left: u64) -> Piece {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if left >= PIECE {
-            return load16(addr);
-        }
-        let (mut low, mut high, mut k) = (0_u64, 0_u64, left);
-        while k > 0 {
-            k -= 1;
-            high = high << 8 | low >> 56;
-            low = low << 8 | u64::from(load1(addr + k));
-        }
-        Piece {
-            a: low as u32,
-            b: (low >> 32) as u32,
-            c: high as u32,
-            d: (high >> 32) as u32,
-        }
-    }
-}
-
-/// The other way round.
-///
-/// # Safety
-/// As for [`load`].
-#[inline(always)]
-unsafe fn store(addr: u64, piece: Piece, left: u64) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if left >= PIECE {
-            store16(addr, piece);
-            return;
-        }
-        let Piece { a, b, c, d } = piece;
-        let (mut low, mut high, mut k) = (word(a, b), word(c, d), 0);
-        while k < left {
-            store1(addr + k, low as u8);
-            low = low >> 8 | high << 56;
-            high >>= 8;
-            k += 1;
-        }
-    }
-}
-
 /// A word that has not arrived, if there is one.
 #[inline(always)]
 fn late([a, b, c, d]: [u64; 4], flag: u32) -> Option<u64> {
@@ -237,8 +175,4 @@ fn late([a, b, c, d]: [u64; 4], flag: u32) -> Option<u64> {
         (_, _, false, _) => Some(c),
         _ => Some(d),
     }
-}
-
-const fn min(a: u64, b: u64) -> u64 {
-    if a < b { a } else { b }
 }

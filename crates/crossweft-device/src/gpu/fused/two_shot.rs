@@ -1,0 +1,192 @@
+//! A two-shot reduction in one piece: meet the others, reduce this rank's chunk of all inputs into all
+//! outputs, meet again.
+
+use super::{Tables, load, min, store};
+use crate::block::Block;
+use crate::dtype::ReduceOp;
+use crate::executor::{compare, leave, tag};
+use crate::gpu::TwoShot;
+use crate::gpu::reduce::{Combine, GpuElement, Sum};
+use crate::gpu::wide::{PIECE, Piece, load16, store16};
+use crate::memory::Memory;
+use crate::semaphore::Semaphore;
+use crate::wait::Stopped;
+
+/// Runs thread block `index` of a launch; `launch` without its tables, which are in `tables`.
+///
+/// # Errors
+/// [`Stopped`] when the wait hook ends a wait, as for
+/// [`run_block`](crate::executor::run_block).
+///
+/// # Safety
+/// `block` may be one that is ready behind a barrier. All addresses must be valid, buffers aligned to a
+/// [`Piece`]; a block has a thread for each other rank; as for
+/// [`run_block`](crate::executor::run_block).
+#[inline(always)]
+pub unsafe fn run<B: Block, E: GpuElement>(
+    block: &B,
+    launch: &TwoShot,
+    tables: &impl Tables,
+    index: u32,
+) -> Result<(), Stopped> {
+    // SAFETY: the caller's promise. The usual operation has a text of its own, without the others'.
+    unsafe {
+        let memory = block.memory();
+        let epoch = memory.load(launch.counters.epoch);
+        let mut semaphore = Semaphore::default();
+        let meets = block.thread() < launch.peers;
+        if meets {
+            let entry = index * launch.peers + block.thread();
+            let size = size_of::<Semaphore>() as u64;
+            semaphore = memory.read(launch.semaphores + u64::from(entry) * size);
+        }
+        signal(block, launch, epoch, &semaphore);
+        // What waits need to know is there behind this barrier.
+        block.sync(Ok(()))?;
+        wait(block, launch, epoch, &semaphore, launch.first_wait)?;
+        match launch.op {
+            ReduceOp::Sum | ReduceOp::Avg => {
+                reduce::<B, E, _, true>(block, launch, tables, index, Sum);
+            }
+            other => reduce::<B, E, _, false>(block, launch, tables, index, other),
+        }
+        block.sync(Ok(()))?;
+        signal(block, launch, epoch, &semaphore);
+        wait(block, launch, epoch, &semaphore, launch.second_wait)?;
+        leave(block, &launch.counters, epoch, index)
+    }
+}
+
+/// # Safety
+/// As for [`run`].
+#[inline(always)]
+unsafe fn signal<B: Block>(block: &B, launch: &TwoShot, epoch: u64, semaphore: &Semaphore) {
+    if block.thread() < launch.peers {
+        let (tag, word) = tag(epoch, launch.bytes);
+        // SAFETY: the caller's promise.
+        unsafe {
+            block.memory().store(semaphore.outbound + word, tag);
+            semaphore.signal(block);
+        }
+    }
+}
+
+/// # Safety
+/// As for [`run`].
+#[inline(always)]
+unsafe fn wait<B: Block>(
+    block: &B,
+    launch: &TwoShot,
+    epoch: u64,
+    semaphore: &Semaphore,
+    op: u32,
+) -> Result<(), Stopped> {
+    let mut mine = Ok(());
+    if block.thread() < launch.peers {
+        // SAFETY: the caller's promise.
+        mine = unsafe {
+            semaphore
+                .wait(block, op)
+                .and_then(|()| compare(block, semaphore, (epoch, launch.bytes), op))
+        };
+    }
+    block.sync(mine)
+}
+
+/// With `WIDE`, more than a piece at a time.
+///
+/// # Safety
+/// As for [`run`].
+#[inline(always)]
+unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const WIDE: bool>(
+    block: &B,
+    launch: &TwoShot,
+    tables: &impl Tables,
+    index: u32,
+    combine: C,
+) {
+    let TwoShot {
+        begin,
+        end,
+        step,
+        divisor,
+        sources,
+        targets,
+        ..
+    } = *launch;
+    let begin = min(begin + step * u64::from(index), end);
+    let end = min(begin + step, end);
+    let mut at = begin + u64::from(block.thread()) * PIECE;
+    let stride = u64::from(block.threads()) * PIECE;
+    let finish = |lanes| {
+        E::pack(if divisor == 0 {
+            lanes
+        } else {
+            E::map(lanes, |acc| E::div(acc, divisor))
+        })
+    };
+    // SAFETY: the caller's promise; every piece lies before `end`, and is read from everybody before it is
+    // written to anybody.
+    unsafe {
+        // Links are long: two pieces of a source are on their way at once, and those of the next.
+        while WIDE && at + stride + PIECE <= end {
+            let two = |k: u32| {
+                let from = tables.source(k) + at;
+                (load16(from), load16(from + stride))
+            };
+            let mut next = two(0);
+            let zero = E::unpack(Piece::default());
+            let mut lanes = (zero, zero);
+            let mut k = 0;
+            while k < sources {
+                let (a, b) = next;
+                if k + 1 < sources {
+                    next = two(k + 1);
+                }
+                let now = (E::unpack(a), E::unpack(b));
+                lanes = if k == 0 {
+                    now
+                } else {
+                    (
+                        combine.combine::<E>(lanes.0, now.0),
+                        combine.combine::<E>(lanes.1, now.1),
+                    )
+                };
+                k += 1;
+            }
+            let (a, b) = (finish(lanes.0), finish(lanes.1));
+            let mut k = 0;
+            while k < targets {
+                let to = tables.target(k) + at;
+                store16(to, a);
+                store16(to + stride, b);
+                k += 1;
+            }
+            at += 2 * stride;
+        }
+        while at < end {
+            let mut next = load(tables.source(0) + at, end - at);
+            let mut lanes = E::unpack(Piece::default());
+            let mut k = 0;
+            while k < sources {
+                let now = E::unpack(next);
+                if k + 1 < sources {
+                    next = load(tables.source(k + 1) + at, end - at);
+                }
+                lanes = if k == 0 {
+                    now
+                } else {
+                    combine.combine::<E>(lanes, now)
+                };
+                k += 1;
+            }
+            let piece = finish(lanes);
+            let mut k = 0;
+            while k < targets {
+                store(tables.target(k) + at, piece, end - at);
+                k += 1;
+            }
+            at += stride;
+        }
+    }
+}
