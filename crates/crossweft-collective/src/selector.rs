@@ -33,9 +33,9 @@ pub struct Selector {
 /// cores, see `docs/performance.md`: at 512 B 0.22 against 0.23 us where cores are near each other and
 /// 0.46 against 0.67 us where they are far; at 1 KiB 0.33 against 0.24 and 0.66 against 0.69 us.
 const ONE_SHOT_MAX: u64 = 512;
-/// The same on GPUs: bytes that one rank sends. On two H200 one shot takes 11.6 us for 1 MiB and 18.1 for 2, two
-/// shots 13.4 and 17.2.
-const GPU_ONE_SHOT_SENT: u64 = 1 << 20;
+/// The same on GPUs: bytes that one rank sends. On two H200 one shot takes 6.4 us for 512 KiB and 11.6 for 1 MiB,
+/// two shots 8.9 and 10.5.
+const GPU_ONE_SHOT_SENT: u64 = 768 << 10;
 /// Thread blocks that one shot takes, and for messages up to which size: with few, data queues in them; with
 /// many, they are waited for.
 const GPU_ONE_SHOT: [(u32, u64); 5] = [
@@ -45,10 +45,10 @@ const GPU_ONE_SHOT: [(u32, u64); 5] = [
     (64, 128 << 10),
     (GPU_MOST_BLOCKS, u64::MAX),
 ];
-/// Thread blocks of the other algorithms, and of the larger messages among theirs: more would gain nothing
-/// (two H200, two shots of 16 MiB: 166 us with 16, 90 with 32, 63 with 64, 63 with 128).
-const GPU_BLOCKS: u32 = 64;
-const GPU_MEDIUM_MAX: u64 = 16 << 20;
+/// Thread blocks of the other algorithms, and of the larger messages among theirs (two H200, two shots of 1 MiB:
+/// 12.4 us with 16, 10.9 with 32, 10.5 with 128; of 16 MiB: 77, 60 and 58).
+const GPU_BLOCKS: u32 = 32;
+const GPU_MEDIUM_MAX: u64 = 2 << 20;
 const GPU_MOST_BLOCKS: u32 = 128;
 /// Scratch memory is bounded: staged messages go through it in pieces.
 const PIECE: u64 = 4 << 20;
@@ -252,12 +252,12 @@ mod tests {
         }
         let two = Selector::for_gpus(2, true, 1 << 30);
         assert_eq!(
-            names(&two, &[8, 1 << 20, (1 << 20) + 1]),
+            names(&two, &[8, 768 << 10, 769 << 10]),
             ["one-shot", "one-shot", "two-shot"]
         );
         let eight = Selector::for_gpus(8, false, 1 << 30);
         assert_eq!(
-            names(&eight, &[146 << 10, 147 << 10]),
+            names(&eight, &[109 << 10, 110 << 10]),
             ["one-shot", "two-shot-staged"]
         );
     }

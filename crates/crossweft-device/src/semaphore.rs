@@ -105,9 +105,28 @@ impl Semaphore {
         op: u32,
         load: impl Fn(u64) -> u64,
     ) -> Result<(), Stopped> {
-        let memory = block.memory();
         // SAFETY: the caller of `wait` promises valid addresses.
-        let target = unsafe { memory.load(self.expected) }.wrapping_add(1);
+        unsafe {
+            let target = block.memory().load(self.expected).wrapping_add(1);
+            self.wait_until(block, op, target, load)
+        }
+    }
+
+    /// [`wait`](Self::wait) for whoever knows already how many signals there will be then.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there; `target` must be one more than the signals taken so far.
+    #[inline(always)]
+    pub(crate) unsafe fn wait_until<B: Block>(
+        &self,
+        block: &B,
+        op: u32,
+        target: u64,
+        load: impl Fn(u64) -> u64,
+    ) -> Result<(), Stopped> {
         let site = Site {
             kind: WaitKind::Semaphore,
             peer: self.peer,
@@ -121,8 +140,8 @@ impl Semaphore {
             || load(self.inbound),
             |seen| reached(seen, target),
         )?;
-        // SAFETY: as above; only the waiting side writes `expected`.
-        unsafe { memory.store(self.expected, target) };
+        // SAFETY: the caller's promise; only the waiting side writes `expected`.
+        unsafe { block.memory().store(self.expected, target) };
         Ok(())
     }
 }

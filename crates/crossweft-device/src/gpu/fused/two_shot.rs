@@ -34,16 +34,24 @@ pub unsafe fn run<B: Block, E: GpuElement>(
         let memory = block.memory();
         let epoch = memory.load(launch.counters.epoch);
         let mut semaphore = Semaphore::default();
-        let meets = block.thread() < launch.peers;
-        if meets {
+        let mut taken = 0;
+        if block.thread() < launch.peers {
             let entry = index * launch.peers + block.thread();
             let size = size_of::<Semaphore>() as u64;
             semaphore = memory.read(launch.semaphores + u64::from(entry) * size);
+            // On its way while the signal is.
+            taken = memory.load(semaphore.expected);
         }
         signal(block, launch, epoch, &semaphore);
         // What waits need to know is there behind this barrier.
         block.sync(Ok(()))?;
-        wait(block, launch, epoch, &semaphore, launch.first_wait)?;
+        wait(
+            block,
+            launch,
+            epoch,
+            &semaphore,
+            (launch.first_wait, taken + 1),
+        )?;
         match launch.op {
             ReduceOp::Sum | ReduceOp::Avg => {
                 reduce::<B, E, _, true>(block, launch, tables, index, Sum);
@@ -52,7 +60,13 @@ pub unsafe fn run<B: Block, E: GpuElement>(
         }
         block.sync(Ok(()))?;
         signal(block, launch, epoch, &semaphore);
-        wait(block, launch, epoch, &semaphore, launch.second_wait)?;
+        wait(
+            block,
+            launch,
+            epoch,
+            &semaphore,
+            (launch.second_wait, taken + 2),
+        )?;
         leave(block, &launch.counters, epoch, index)
     }
 }
@@ -79,14 +93,15 @@ unsafe fn wait<B: Block>(
     launch: &TwoShot,
     epoch: u64,
     semaphore: &Semaphore,
-    op: u32,
+    (op, target): (u32, u64),
 ) -> Result<(), Stopped> {
+    let memory = block.memory();
     let mut mine = Ok(());
     if block.thread() < launch.peers {
         // SAFETY: the caller's promise.
         mine = unsafe {
             semaphore
-                .wait(block, op)
+                .wait_until(block, op, target, |addr| memory.load_acquire(addr))
                 .and_then(|()| compare(block, semaphore, (epoch, launch.bytes), op))
         };
     }
