@@ -2,7 +2,7 @@
 //!
 //! * [`bench`](mod@bench): measures a collective and checks its results.
 //! * [`doctor`]: what this machine offers and what would be used.
-//! * [`plan`]: checks, runs and converts plans.
+//! * [`plan`]: checks, runs, draws and converts plans.
 //! * [`job`]: where the ranks of a job come from.
 //!
 //! Exit codes: 0 ok, 1 wrong result, 2 bad usage or input, 3 timeout or lost peer. Results go to
@@ -41,7 +41,7 @@ enum Command {
     /// Measure a collective and check its results.
     #[command(subcommand)]
     Bench(bench::Collective),
-    /// Check, run and convert communication plans, our own and those of MSCCL++.
+    /// Check, run, draw and convert communication plans, our own and those of MSCCL++.
     #[command(subcommand)]
     Plan(plan::Command),
     /// Say what this machine offers, what is missing, and what would be used.

@@ -13,6 +13,7 @@ use common::text;
 use crossweft_collective::Algorithm;
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
+use crossweft_plan::cost::Topology;
 use crossweft_plan::mscclpp::{export, import};
 use crossweft_plan::{Buffer, Builder, Chunks, Collective, InPlace, Op, Operand, Plan};
 use serde_json::Value;
@@ -404,6 +405,87 @@ fn conversions_go_both_ways() {
         "{output:?}"
     );
     ends(2, &["convert", &ours, "/nowhere/plan"]);
+}
+
+#[test]
+fn pages_are_made_of_both_formats() {
+    let files = Files::new();
+    let plan = Algorithm::OneShot.plan(2, 2).unwrap();
+    let page = files.path("page.html").display().to_string();
+    let theirs = files.write("theirs.json", &export(&plan).unwrap());
+    for file in [files.plan(&plan), theirs] {
+        let output = ends(0, &["show", &file, "-o", &page]);
+        let line = text(&output.stdout);
+        assert_eq!(line.lines().count(), 1, "{line}");
+        for part in ["all-reduce of 2 ranks, accepted", "on h200: 1 KiB takes "] {
+            assert!(line.contains(part), "{line}");
+        }
+        let html = fs::read_to_string(&page).unwrap();
+        assert!(html.starts_with("<!doctype html>"));
+        assert!(html.trim_end().ends_with("</html>"));
+    }
+    // Another machine, other sizes, to standard output.
+    let file = files.plan(&plan);
+    let slow = Topology::cpu().to_json();
+    let slow = slow.replace("\"launch_us\": 0.06", "\"launch_us\": 1000.0");
+    let slow = files.write("slow.json", &slow.replace("\"cpu\"", "\"slow\""));
+    let bytes = ["--bytes", "64", "4K"];
+    let mut arguments = vec!["show", &file, "-o", "-", "--topology", &slow];
+    arguments.extend(bytes);
+    let output = ends(0, &arguments);
+    assert!(text(&output.stdout).starts_with("<!doctype html>"));
+    let line = text(&output.stderr);
+    assert!(line.contains("on slow: 64 B takes 1000."), "{line}");
+    assert!(line.contains(", 4 KiB takes 100"), "{line}");
+    // What is refused can be looked at.
+    let output = ends(0, &["show", &files.plan(&stuck()), "-o", &page]);
+    let line = text(&output.stdout);
+    assert!(line.contains("refused with 1 fault"), "{line}");
+    assert!(line.contains("never ends"), "{line}");
+    assert!(
+        fs::read_to_string(&page)
+            .unwrap()
+            .contains("\"code\":\"deadlock\"")
+    );
+}
+
+#[test]
+fn pages_that_cannot_be_made_have_exit_code_2_and_one_line() {
+    let files = Files::new();
+    let file = files.plan(&Algorithm::OneShot.plan(2, 1).unwrap());
+    let page = files.path("page.html").display().to_string();
+    let unknown = Topology::h200()
+        .to_json()
+        .replace("\"network\"", "\"netwerk\"");
+    let unknown = files.write("unknown.json", &unknown);
+    let few = Topology::h200().to_json();
+    let few = files.write("few.json", &few.replace("\"every\": 8", "\"list\": [0]"));
+    let none = files.path("none").display().to_string();
+    let text_file = files.write("text", "hello");
+    let nowhere = files.path("no/page.html").display().to_string();
+    let cases: [(&[&str], &str); 8] = [
+        (&[&none, "-o", &page], "none: "),
+        (&[&text_file, "-o", &page], "not a readable plan"),
+        (&[&file, "-o", &nowhere], "no/page.html: "),
+        (&[&file, "-o", &page, "--topology", &none], "none: "),
+        (&[&file, "-o", &page, "--topology", &unknown], "netwerk"),
+        (&[&file, "-o", &page, "--topology", &few], "the plan has 2"),
+        (&[&file, "-o", &page, "--bytes", "0"], "messages of 0 bytes"),
+        (
+            &[
+                &file, "-o", &page, "--bytes", "1", "2", "3", "4", "5", "6", "7", "8", "9",
+            ],
+            "9 message sizes; at most 8",
+        ),
+    ];
+    for (arguments, reason) in cases {
+        let output = ends(2, &[&["show"][..], arguments].concat());
+        let error = text(&output.stderr);
+        assert!(error.contains(reason), "{arguments:?}: {error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+        assert!(output.stdout.is_empty());
+    }
+    assert!(!files.path("page.html").exists());
 }
 
 #[test]

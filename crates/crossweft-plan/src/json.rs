@@ -110,6 +110,16 @@ impl Plan {
     /// # Errors
     /// [`PlanError`]: not such a file, another version, or unsound.
     pub fn from_json(text: &[u8]) -> Result<Self, PlanError> {
+        let plan = Self::layout_from_json(text)?;
+        plan.validate()?;
+        Ok(plan)
+    }
+
+    /// Reads a file that is to be looked at, not run ([`Plan::validate_layout`]).
+    ///
+    /// # Errors
+    /// [`PlanError`]: not such a file, another version, or it cannot be laid out.
+    pub fn layout_from_json(text: &[u8]) -> Result<Self, PlanError> {
         let format = |reason: String| PlanError::Format { reason };
         if text.len() > MAX_BYTES {
             return Err(format(format!(
@@ -156,7 +166,7 @@ impl Plan {
             packet_slots: file.packet_slots,
             ranks: file.ranks,
         };
-        plan.validate()?;
+        plan.validate_layout()?;
         Ok(plan)
     }
 }

@@ -8,6 +8,9 @@
 //! * [`builder`]: how algorithms are written.
 //! * [`validate`]: structural checks; a plan from [`Builder::finish`] or [`Plan::from_json`] has
 //!   passed them.
+//! * [`mod@check`]: whether a plan computes what it says, whatever the schedule.
+//! * [`cost`]: how long a plan takes, and what it waits for.
+//! * [`show`]: a plan as a page.
 //! * [`json`]: the file format.
 //! * [`mscclpp`]: execution plans of MSCCL++, read and written.
 #![deny(missing_docs)]
@@ -15,9 +18,11 @@
 
 pub mod builder;
 pub mod check;
+pub mod cost;
 pub mod json;
 pub mod mscclpp;
 pub mod plan;
+pub mod show;
 pub mod validate;
 
 pub use builder::Builder;

@@ -69,10 +69,24 @@ impl Plan {
     /// # Errors
     /// [`PlanError`] with the first fault found.
     pub fn validate(&self) -> Result<(), PlanError> {
-        let whole = |reason| PlanError::Plan {
+        self.validate_layout()?;
+        self.validate_balance().map_err(|reason| self.whole(reason))
+    }
+
+    fn whole(&self, reason: String) -> PlanError {
+        PlanError::Plan {
             plan: self.name.clone(),
             reason,
-        };
+        }
+    }
+
+    /// Checks what is needed to lay the plan out, if not to run it: all of the structure but whether there are as
+    /// many signals as waits.
+    ///
+    /// # Errors
+    /// [`PlanError`] with the first fault found.
+    pub fn validate_layout(&self) -> Result<(), PlanError> {
+        let whole = |reason| self.whole(reason);
         self.validate_whole().map_err(whole)?;
         for (rank, program) in (0..).zip(&self.ranks) {
             for (block, ops) in (0..).zip(&program.blocks) {
@@ -89,7 +103,7 @@ impl Plan {
                 }
             }
         }
-        self.validate_pairs().map_err(whole)
+        self.validate_ends().map_err(whole)
     }
 
     fn validate_whole(&self) -> Result<(), String> {
@@ -304,11 +318,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Channels have two ends, and as many signals go in as are waited for.
-    fn validate_pairs(&self) -> Result<(), String> {
-        // Signals minus waits, by (kind, from, to, which of their channels). Loops are left out: how
-        // often they run depends on the size.
-        let mut balance: BTreeMap<(bool, u32, u32, u32), i64> = BTreeMap::new();
+    /// Channels have two ends.
+    fn validate_ends(&self) -> Result<(), String> {
         let mut ends: HashMap<(u32, u32, ChannelKind), usize> = HashMap::new();
         for (rank, program) in (0..).zip(&self.ranks) {
             for channel in &program.channels {
@@ -316,7 +327,6 @@ impl Plan {
             }
         }
         for (rank, program) in (0..).zip(&self.ranks) {
-            let ordinals = ordinals(program);
             for channel in &program.channels {
                 let count = |of, to| ends.get(&(of, to, channel.kind)).copied().unwrap_or(0);
                 let (here, there) = (count(rank, channel.peer), count(channel.peer, rank));
@@ -328,6 +338,17 @@ impl Plan {
                     ));
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// As many signals go into a channel as are waited for.
+    fn validate_balance(&self) -> Result<(), String> {
+        // Signals minus waits, by (kind, from, to, which of their channels). Loops are left out: how
+        // often they run depends on the size.
+        let mut balance: BTreeMap<(bool, u32, u32, u32), i64> = BTreeMap::new();
+        for (rank, program) in (0..).zip(&self.ranks) {
+            let ordinals = ordinals(program);
             let mut count = |id: u32, waits: bool, by: i64| {
                 let channel = program.channels[id as usize];
                 let port = channel.kind == ChannelKind::Port;

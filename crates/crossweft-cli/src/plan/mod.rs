@@ -1,13 +1,15 @@
-//! `crossweft plan`: checks, runs and converts communication plans.
+//! `crossweft plan`: checks, runs, draws and converts communication plans.
 //!
 //! * [`source`]: reading files of either format.
 //! * [`check`]: what the checker says.
 //! * [`run`](mod@run): a plan carried out, its result compared with the reference.
+//! * [`show`]: a plan as a page to look at.
 //! * [`convert`]: from one format to the other.
 
 mod check;
 mod convert;
 mod run;
+mod show;
 mod source;
 
 use clap::Subcommand;
@@ -21,6 +23,8 @@ pub(crate) enum Command {
     Check(check::Check),
     /// Run a plan and compare its result with a reference.
     Run(run::Run),
+    /// Draw a plan as a page, with what it waits for and how long it takes by a cost model.
+    Show(show::Show),
     /// Write a plan in the other format.
     Convert(convert::Convert),
 }
@@ -30,6 +34,7 @@ pub(crate) fn run(command: &Command) -> Exit {
     match command {
         Command::Check(check) => check::run(check),
         Command::Run(run) => run::run(run),
+        Command::Show(show) => show::run(show),
         Command::Convert(convert) => convert::run(convert),
     }
 }

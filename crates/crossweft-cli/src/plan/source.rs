@@ -39,6 +39,16 @@ pub(super) const STANDARD: &str = "-";
 impl Source {
     /// Reads a plan of either format.
     pub(super) fn read(path: &Path) -> Result<Self, SourceError> {
+        let source = Self::read_layout(path)?;
+        source.plan.validate().map_err(|error| SourceError::Plan {
+            file: path.display().to_string(),
+            source: error,
+        })?;
+        Ok(source)
+    }
+
+    /// Reads a plan of either format that is to be looked at, not run.
+    pub(super) fn read_layout(path: &Path) -> Result<Self, SourceError> {
         let file = || path.display().to_string();
         let text = read(path).map_err(|source| SourceError::Read {
             file: file(),
@@ -49,7 +59,8 @@ impl Source {
             source,
         };
         if mscclpp::is_mscclpp(&text) {
-            let mscclpp::Imported { plan, warnings } = mscclpp::import(&text).map_err(plan)?;
+            let mscclpp::Imported { plan, warnings } =
+                mscclpp::import_layout(&text).map_err(plan)?;
             let format = Format::Mscclpp;
             return Ok(Self {
                 plan,
@@ -58,7 +69,7 @@ impl Source {
             });
         }
         Ok(Self {
-            plan: Plan::from_json(&text).map_err(plan)?,
+            plan: Plan::layout_from_json(&text).map_err(plan)?,
             format: Format::Crossweft,
             warnings: Vec::new(),
         })

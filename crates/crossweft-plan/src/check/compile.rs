@@ -11,20 +11,20 @@ use crate::validate::ordinals;
 
 /// Sizes of the messages, in granules, and of the pieces of loops.
 #[derive(Clone, Debug)]
-pub(super) struct Geometry {
+pub(crate) struct Geometry {
     /// One message of each execution.
-    pub(super) messages: Vec<u64>,
+    pub(crate) messages: Vec<u64>,
     /// By a loop's bytes of a piece, the piece that is modelled.
-    pub(super) pieces: HashMap<u64, u64>,
+    pub(crate) pieces: HashMap<u64, u64>,
     /// Whether input and output are the same memory.
-    pub(super) aliased: bool,
+    pub(crate) aliased: bool,
     /// Whether slots lie where they do for the largest message.
-    pub(super) fixed_slots: bool,
+    pub(crate) fixed_slots: bool,
 }
 
 /// Where the buffers of the ranks lie among the cells.
 #[derive(Clone, Debug)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     /// Cells of a rank.
     rank_cells: u64,
     input: u64,
@@ -45,7 +45,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    pub(super) fn new(plan: &Plan, geometry: &Geometry) -> Self {
+    pub(crate) fn new(plan: &Plan, geometry: &Geometry) -> Self {
         let largest = geometry.messages.iter().copied().max().unwrap_or(1);
         let chunk = chunk_of(plan, largest);
         let input_cells = largest * u64::from(plan.input_blocks);
@@ -83,23 +83,23 @@ impl Layout {
         }
     }
 
-    pub(super) fn cells(&self, ranks: usize) -> u64 {
+    pub(crate) fn cells(&self, ranks: usize) -> u64 {
         self.rank_cells * ranks as u64
     }
 
     /// Cells of a rank's input and output: everything that is the caller's.
-    pub(super) fn caller(&self, rank: u32) -> std::ops::Range<usize> {
+    pub(crate) fn caller(&self, rank: u32) -> std::ops::Range<usize> {
         let base = self.rank_cells * u64::from(rank);
         base as usize..(base + self.scratch) as usize
     }
 
     /// First cell of a rank's input or output.
-    pub(super) fn input(&self, rank: u32, message: u64) -> usize {
+    pub(crate) fn input(&self, rank: u32, message: u64) -> usize {
         let rank = u64::from(rank);
         (self.rank_cells * rank + self.input + self.input_shift * rank * message) as usize
     }
 
-    pub(super) fn output(&self, rank: u32, message: u64) -> usize {
+    pub(crate) fn output(&self, rank: u32, message: u64) -> usize {
         let rank = u64::from(rank);
         (self.rank_cells * rank + self.output + self.output_shift * rank * message) as usize
     }
@@ -119,8 +119,13 @@ impl Layout {
         }
     }
 
+    /// The rank whose memory a cell is.
+    pub(crate) fn rank_of(&self, cell: usize) -> u32 {
+        (cell as u64 / self.rank_cells.max(1)) as u32
+    }
+
     /// A cell in words.
-    pub(super) fn describe(&self, cell: usize, chunk: u64) -> String {
+    pub(crate) fn describe(&self, cell: usize, chunk: u64) -> String {
         let stride = self.stride.unwrap_or(chunk);
         let (rank, at) = (cell as u64 / self.rank_cells, cell as u64 % self.rank_cells);
         if at >= self.packets {
@@ -149,37 +154,37 @@ impl Layout {
 }
 
 /// Granules of a chunk.
-pub(super) fn chunk_of(plan: &Plan, message: u64) -> u64 {
+pub(crate) fn chunk_of(plan: &Plan, message: u64) -> u64 {
     chunk_bytes(message * GRANULE, plan.chunks) / GRANULE
 }
 
 /// An operand's first cell.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     base: u64,
     /// Cells to the other half; 0 if there is none.
     half: u64,
-    pub(super) packets: bool,
+    pub(crate) packets: bool,
 }
 
 impl Place {
     /// In execution `epoch`.
-    pub(super) fn at(self, epoch: u32) -> usize {
+    pub(crate) fn at(self, epoch: u32) -> usize {
         (self.base + u64::from(epoch & 1) * self.half) as usize
     }
 }
 
 /// Data that moves.
 #[derive(Clone, Debug)]
-pub(super) struct Data {
-    pub(super) cells: usize,
-    pub(super) from: Vec<Place>,
-    pub(super) to: Vec<Place>,
+pub(crate) struct Data {
+    pub(crate) cells: usize,
+    pub(crate) from: Vec<Place>,
+    pub(crate) to: Vec<Place>,
 }
 
 /// One step of a thread block.
 #[derive(Clone, Debug)]
-pub(super) enum Action {
+pub(crate) enum Action {
     /// `last` is of a reduction; a copy has none.
     Data {
         data: Data,
@@ -218,65 +223,65 @@ pub(super) enum Action {
 
 /// An operation's place in the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Site {
-    pub(super) rank: u32,
-    pub(super) block: u32,
-    pub(super) op: u32,
+pub(crate) struct Site {
+    pub(crate) rank: u32,
+    pub(crate) block: u32,
+    pub(crate) op: u32,
     /// In a loop: which of its operations.
-    pub(super) inner: Option<u32>,
-    pub(super) name: &'static str,
+    pub(crate) inner: Option<u32>,
+    pub(crate) name: &'static str,
 }
 
 /// One thread block: its steps, each with its site.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Steps {
-    pub(super) steps: Vec<(u32, Action)>,
+pub(crate) struct Steps {
+    pub(crate) steps: Vec<(u32, Action)>,
 }
 
 /// A counter that is signalled and waited for: one direction of a channel, or a semaphore.
 #[derive(Clone, Debug)]
-pub(super) struct CounterInfo {
+pub(crate) struct CounterInfo {
     /// The rank that waits.
-    pub(super) rank: u32,
+    pub(crate) rank: u32,
     /// The channel's or semaphore's number there.
-    pub(super) id: u32,
+    pub(crate) id: u32,
     /// The rank that signals.
-    pub(super) from: u32,
+    pub(crate) from: u32,
     /// Whether it is a semaphore.
-    pub(super) semaphore: bool,
+    pub(crate) semaphore: bool,
     /// Value at the beginning.
-    pub(super) initial: u32,
+    pub(crate) initial: u32,
     /// Signals of an execution, by thread block.
-    pub(super) signals: Vec<(usize, u64)>,
+    pub(crate) signals: Vec<(usize, u64)>,
     /// Waits of an execution, by thread block.
-    pub(super) waits: Vec<(usize, u64)>,
+    pub(crate) waits: Vec<(usize, u64)>,
 }
 
 /// A thread block's use of a port channel: the requests of one block are handled in order.
 #[derive(Clone, Debug)]
-pub(super) struct PortInfo {
+pub(crate) struct PortInfo {
     /// The block's index among all.
-    pub(super) block: usize,
+    pub(crate) block: usize,
     /// The other blocks' uses of the same channel.
-    pub(super) siblings: Vec<usize>,
+    pub(crate) siblings: Vec<usize>,
 }
 
 /// Everything the simulation runs.
 #[derive(Clone, Debug)]
-pub(super) struct Compiled {
-    pub(super) layout: Layout,
-    pub(super) sites: Vec<Site>,
+pub(crate) struct Compiled {
+    pub(crate) layout: Layout,
+    pub(crate) sites: Vec<Site>,
     /// By kind of execution (their messages may differ), then by block of all ranks.
-    pub(super) programs: Vec<Vec<Steps>>,
+    pub(crate) programs: Vec<Vec<Steps>>,
     /// First block of each rank; one more entry at the end.
-    pub(super) first_block: Vec<usize>,
-    pub(super) counters: Vec<CounterInfo>,
-    pub(super) ports: Vec<PortInfo>,
-    pub(super) barriers: usize,
+    pub(crate) first_block: Vec<usize>,
+    pub(crate) counters: Vec<CounterInfo>,
+    pub(crate) ports: Vec<PortInfo>,
+    pub(crate) barriers: usize,
 }
 
 impl Compiled {
-    pub(super) fn new(plan: &Plan, geometry: &Geometry) -> Self {
+    pub(crate) fn new(plan: &Plan, geometry: &Geometry) -> Self {
         let layout = Layout::new(plan, geometry);
         let mut first_block = vec![0];
         for program in &plan.ranks {
@@ -325,7 +330,7 @@ impl Compiled {
 
 impl Compiled {
     /// Waits that name a channel twice: the block's threads would take its signals at once.
-    pub(super) fn twice(&self) -> Vec<Diagnostic> {
+    pub(crate) fn twice(&self) -> Vec<Diagnostic> {
         let mut found: Vec<Diagnostic> = Vec::new();
         for (site, action) in self.programs[0].iter().flat_map(|block| &block.steps) {
             let Action::Wait { inboxes, .. } = action else {

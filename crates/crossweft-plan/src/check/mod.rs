@@ -69,7 +69,7 @@
 //!   through peers is refused. Device code, proxies and the host are trusted to do what is said here.
 
 mod clock;
-mod compile;
+pub(crate) mod compile;
 mod run;
 mod value;
 

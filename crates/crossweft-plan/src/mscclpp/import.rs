@@ -51,6 +51,17 @@ pub fn is_mscclpp(text: &[u8]) -> bool {
 /// # Errors
 /// [`PlanError`]: no such file, too large, or its operations make no sound plan.
 pub fn import(text: &[u8]) -> Result<Imported, PlanError> {
+    let imported = import_layout(text)?;
+    imported.plan.validate()?;
+    Ok(imported)
+}
+
+/// Reads an execution plan of MSCCL++ that is to be looked at, not run
+/// ([`Plan::validate_layout`]).
+///
+/// # Errors
+/// [`PlanError`]: no such file, too large, or its operations cannot be laid out.
+pub fn import_layout(text: &[u8]) -> Result<Imported, PlanError> {
     let file = read(text)?;
     let plan = format::clean(&file.name, MAX_NAME);
     let whole = |reason| PlanError::Plan {
@@ -74,7 +85,7 @@ pub fn import(text: &[u8]) -> Result<Imported, PlanError> {
         warnings.push("it has a `glre` operation, which MSCCL++ itself refuses to run".to_owned());
     }
     let plan = import.finish(plan, &mut warnings);
-    plan.validate()?;
+    plan.validate_layout()?;
     Ok(Imported { plan, warnings })
 }
 

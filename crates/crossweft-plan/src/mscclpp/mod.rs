@@ -35,4 +35,4 @@ mod format;
 mod import;
 
 pub use export::export;
-pub use import::{Imported, import, is_mscclpp};
+pub use import::{Imported, import, import_layout, is_mscclpp};
