@@ -149,12 +149,18 @@ if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1
         for plan in $(find "$1" -name '*.json' | sort); do
             # Those that the checker refuses are not for running.
             ./crossweft plan check "$plan" > /dev/null 2>&1 || continue
-            step "plan_$(basename "$plan" .json)" 120 ./crossweft plan run "$plan" --threads --device cuda --timeout 60
+            for dtype in f32 f16 bf16 i32; do
+                step "plan_$(basename "$plan" .json)_$dtype" 120 \
+                    ./crossweft plan run "$plan" --threads --device cuda --dtype $dtype --timeout 60
+            done
         done
     fi
     if command -v compute-sanitizer > /dev/null; then
         for tool in memcheck synccheck racecheck; do
             step "sanitizer_$tool" 300 compute-sanitizer --error-exitcode 9 --tool $tool ./cuda together --test-threads 1
+            # Plans in one piece: a kernel a rank, which a sanitizer runs one at a time, so each in a process.
+            step "sanitizer_${tool}_fused" 120 compute-sanitizer --error-exitcode 9 --tool $tool --target-processes all \
+                ./crossweft bench all-reduce --device cuda --ranks 2 --min 1000 --max 2M --factor 40 --iters 3 --timeout 60
         done
     fi
 else
