@@ -7,7 +7,7 @@ use crossweft_device::gpu::fused::{Tables, one_shot, two_shot};
 use crossweft_device::gpu::nvptx::block_x;
 use crossweft_device::gpu::{OneShot, TwoShot};
 
-use crate::shared::Here;
+use crate::shared::{Here, stop};
 
 /// The tables in a kernel's parameter, at byte offsets, by a function that reads its word there.
 struct Parameter<F> {
@@ -76,7 +76,9 @@ macro_rules! fused {
                     peer: offset_of!(OneShot, peer),
                 };
                 let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
-                let _ = one_shot::run::<_, $element>(&block, &launch, &tables, block_x());
+                if one_shot::run::<_, $element>(&block, &launch, &tables, block_x()).is_err() {
+                    stop(launch.counters.epoch);
+                }
             }
         }
 
@@ -97,7 +99,9 @@ macro_rules! fused {
                     peer: 0,
                 };
                 let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
-                let _ = two_shot::run::<_, $element>(&block, &launch, &tables, block_x());
+                if two_shot::run::<_, $element>(&block, &launch, &tables, block_x()).is_err() {
+                    stop(launch.counters.epoch);
+                }
             }
         }
     )* };

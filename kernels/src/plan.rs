@@ -2,7 +2,7 @@
 
 use crossweft_device::Memory;
 use crossweft_device::Raw;
-use crossweft_device::executor::{Execution, Start};
+use crossweft_device::executor::{Execution, STOPPED_EPOCH, Start};
 use crossweft_device::gpu::block::GpuBlock;
 use crossweft_device::gpu::nvptx::{barrier_max, block_x, block_y, thread, threads};
 use crossweft_device::gpu::reduce::GpuElement;
@@ -82,6 +82,10 @@ unsafe fn run<E: GpuElement>(own: PlanLaunch, plans: *const PlanLaunch) {
             });
         }
         let _ = barrier_max::<0>(0);
+        // One answer for all threads of the block, whatever each of them has read.
+        if (*start).epoch == STOPPED_EPOCH {
+            return;
+        }
         let plan = &*here;
         let execution = Execution {
             block: &block,
@@ -91,7 +95,9 @@ unsafe fn run<E: GpuElement>(own: PlanLaunch, plans: *const PlanLaunch) {
         };
         let reducer = GpuReducer::<E, _>::new(plan.op, shared::table());
         // The record in the host's memory says what went wrong.
-        let _ = execution.run(&reducer, index);
+        if execution.run(&reducer, index).is_err() {
+            shared::stop(plan.program.counters);
+        }
     }
 }
 

@@ -2,7 +2,9 @@
 
 use core::arch::{asm, global_asm};
 
-use crossweft_device::executor::Start;
+use crossweft_device::executor::{STOPPED_EPOCH, Start};
+use crossweft_device::gpu::nvptx::thread;
+use crossweft_device::{Memory, Raw};
 use crossweft_device::gpu::block::{BlockState, Shared};
 use crossweft_device::gpu::{PlanLaunch, TABLE_BYTES};
 
@@ -60,6 +62,19 @@ addresses! {
 
 /// Enough for some ten operations between eight ranks.
 pub(crate) const STAGE_BYTES: usize = 4096;
+
+/// Ends what is launched behind this kernel, which was stopped; `epoch` is its rank's.
+///
+/// # Safety
+/// The address must be valid.
+#[cfg_attr(module = "bench", allow(dead_code))]
+#[inline(always)]
+pub(crate) unsafe fn stop(epoch: u64) {
+    if thread() == 0 {
+        // SAFETY: the caller's promise. Every block that is stopped writes the same.
+        unsafe { Raw.store(epoch, STOPPED_EPOCH) };
+    }
+}
 
 /// This crate's shared memory.
 #[derive(Clone, Copy)]

@@ -141,7 +141,8 @@ done
 step cuda_speed 300 ./cuda_speed --nocapture --test-threads 1
 if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1; then
     for ranks in 2 4 8; do
-        step "bench_$ranks" 300 ./crossweft bench all-reduce --device cuda --threads --ranks $ranks --max 4M --dtype bf16
+        step "bench_$ranks" 120 ./crossweft bench all-reduce --device cuda --threads --ranks $ranks --max 4M --dtype bf16 \
+            --timeout 10
     done
     step custom-kernel-rust 60 ./custom-kernel-rust cuda
     [ -e kernel.ptx ] && step custom-kernel-cuda 60 ./custom-kernel-cuda kernel.ptx

@@ -105,7 +105,7 @@ impl Selector {
             alone.with_blocks(GPU_BLOCKS);
             return alone;
         }
-        let one_shot_max = GPU_ONE_SHOT_SENT / u64::from(world_size - 1);
+        let one_shot_max = GPU_ONE_SHOT_SENT / u64::from(world_size - 1) / 1024 * 1024;
         let mut choices = Vec::new();
         // Few steps: each is a plan with memory of its own.
         for (blocks, up_to) in GPU_ONE_SHOT {

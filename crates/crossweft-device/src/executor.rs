@@ -662,6 +662,10 @@ pub(crate) unsafe fn compare<B: Block>(
     }))
 }
 
+/// The epoch of a rank whose launch was stopped. What was launched behind it, in a graph perhaps, ends at once:
+/// each would wait until its own deadline otherwise.
+pub const STOPPED_EPOCH: u64 = u64::MAX;
+
 /// What a launch begins and ends with.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

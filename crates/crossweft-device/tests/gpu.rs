@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use common::{Guarded, HostBlock, Random, difference, reference};
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
-use crossweft_device::executor::Counters;
+use crossweft_device::executor::{Counters, STOPPED_EPOCH};
 use crossweft_device::gpu::fused::{Tables, one_shot, two_shot};
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::gpu::{
@@ -708,6 +708,51 @@ fn a_one_shot_in_one_piece_ends_its_wait() {
     assert_eq!(ranks.counters[0].word(0), 9);
 }
 
+/// What is launched behind a launch that was stopped waits for nobody and sends nothing.
+#[test]
+fn launches_behind_one_that_was_stopped_end_at_once() {
+    let mut ranks = FusedRanks::new(STOPPED_EPOCH);
+    let launch = ranks.launch(0, ReduceOp::Sum, 48, 1);
+    let outcomes = Team::new(2, 0).run(|member| {
+        // SAFETY: the launch is laid out for these buffers.
+        unsafe { one_shot::run::<_, i32>(member, &launch, &own(&launch), 0) }
+    });
+    assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
+    for packets in &ranks.packets {
+        assert!((0..2 * FUSED_HALF as usize / 8).all(|word| packets.word(word) == 0));
+    }
+    // No semaphore is looked at: there is none.
+    let launch = TwoShot {
+        begin: 0,
+        end: 16,
+        step: 16,
+        bytes: 48,
+        counters: launch.counters,
+        context: launch.context,
+        semaphores: 0,
+        op: ReduceOp::Sum,
+        divisor: 0,
+        sources: FUSED_RANKS,
+        targets: FUSED_RANKS,
+        peers: 0,
+        rank: 0,
+        first_wait: 1,
+        second_wait: 4,
+        target: [0; MAX_FUSED],
+        source: [0; MAX_FUSED],
+    };
+    let tables = Own {
+        target: launch.target,
+        source: launch.source,
+        peer: [0; MAX_FUSED],
+    };
+    let outcomes = Team::new(2, 0).run(|member| {
+        // SAFETY: nothing of it is accessed.
+        unsafe { two_shot::run::<_, i32>(member, &launch, &tables, 0) }
+    });
+    assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
+}
+
 /// Launches of all ranks, blocks and threads at once; `in_place` or not.
 fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool) {
     let (blocks, peers, first) = (2, FUSED_RANKS - 1, 7);
@@ -805,10 +850,10 @@ fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool
             }
         });
         let wanted = reference(dtype, op, FUSED_RANKS, &data);
-        for rank in 0..FUSED_RANKS as usize {
+        for (rank, &output) in target.iter().enumerate().take(FUSED_RANKS as usize) {
             let mut got = vec![0; bytes as usize];
             // SAFETY: the launch is over.
-            unsafe { Raw.copy(got.as_mut_ptr() as u64, target[rank], bytes) };
+            unsafe { Raw.copy(got.as_mut_ptr() as u64, output, bytes) };
             let wrong = difference(dtype, &got, &wanted);
             assert_eq!(wrong, None, "{dtype} {op}, rank {rank}, epoch {epoch}");
             assert_eq!(ranks.counters[rank].word(0), epoch + 1);

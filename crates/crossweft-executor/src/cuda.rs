@@ -31,8 +31,6 @@ pub(crate) struct CudaLauncher {
     op: ReduceOp,
     /// Threads of a block.
     threads: u32,
-    /// Of launches that the caller waits for.
-    stream: Stream,
     guard: KernelGuard,
 }
 
@@ -103,7 +101,6 @@ impl CudaLauncher {
             fused,
             op,
             threads,
-            stream: Stream::new(context)?,
             guard: KernelGuard::new(context)?,
         })
     }
@@ -113,9 +110,11 @@ impl CudaLauncher {
         self.threads
     }
 
-    /// The stream of launches that the caller waits for.
-    pub(crate) fn stream(&self) -> &Stream {
-        &self.stream
+    /// A stream for a launch that the caller waits for. Borrowed from the context for that time: a stream of
+    /// each plan's own would soon be more than the device has queues, and ranks that share the device would
+    /// wait behind each other.
+    pub(crate) fn stream(&self) -> Result<Stream, CudaError> {
+        Stream::new(self.kernel.context())
     }
 
     fn parameter(&self, program: &Program, launch: &Launch, limit: Duration) -> PlanLaunch {

@@ -177,7 +177,7 @@ impl Prepared {
         limit: Duration,
         guard: &Guard<'_>,
     ) -> Result<(), ExecutorError> {
-        let stream = launcher.stream();
+        let stream = &launcher.stream().map_err(|error| self.device(error))?;
         let failed = || self.endpoint.group().liveness().stopped() || guard.finds_other_size();
         // SAFETY: the caller's promise.
         unsafe { launcher.launch(stream, &self.program, launch, limit) }

@@ -195,10 +195,13 @@ mod tests {
     fn every_data_type_has_its_module() {
         for dtype in DataType::ALL {
             let module = plan_module(dtype, 90).expect("a module");
-            let entry = entries(dtype).expect("entries").plan;
+            let Entries {
+                plan,
+                one_shot,
+                two_shot,
+            } = entries(dtype).expect("entries");
             assert_eq!(module.name, dtype.name());
-            assert_eq!(module.entries, [entry]);
-            assert!(module.ptx.contains(&format!(".entry {entry}(")), "{dtype}");
+            assert_eq!(module.entries, [plan, one_shot, two_shot]);
             assert!(
                 module
                     .ptx
@@ -213,9 +216,15 @@ mod tests {
     #[test]
     fn parameters_are_as_large_as_kernels_say() {
         let module = plan_module(DataType::F32, 80).expect("a module");
-        let entry = entries(DataType::F32).expect("entries").plan;
-        let parameter = format!("{entry}_param_0[{}]", size_of::<PlanLaunch>());
-        assert!(module.ptx.contains(&parameter), "{parameter}");
+        let entries = entries(DataType::F32).expect("entries");
+        for (entry, bytes) in [
+            (entries.plan, size_of::<PlanLaunch>()),
+            (entries.one_shot, size_of::<OneShot>()),
+            (entries.two_shot, size_of::<TwoShot>()),
+        ] {
+            let parameter = format!("{entry}_param_0[{bytes}]");
+            assert!(module.ptx.contains(&parameter), "{parameter}");
+        }
     }
 
     #[test]

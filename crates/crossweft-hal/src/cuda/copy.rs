@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::context::Context;
 use super::error::CudaError;
-use super::stream::{Stream, ended, poll};
+use super::stream::{Stream, copies, ended, poll};
 use super::sys::{self, CuStream};
 
 impl Stream {
@@ -111,7 +111,7 @@ impl Staging {
             unsafe {
                 driver.cuMemHostAlloc(&raw mut host, STAGING_BYTES, sys::HOST_PORTABLE)?;
                 let mut stream = CuStream::NULL;
-                let made = driver.cuStreamCreate(&raw mut stream, sys::STREAM_NON_BLOCKING);
+                let made = copies(driver, &mut stream);
                 if let Err(error) = made {
                     // The first failure is the one to tell.
                     let _ = driver.cuMemFreeHost(host);

@@ -16,6 +16,16 @@ pub struct Stream {
     owned: Owned,
 }
 
+/// Makes a stream as [`Stream::for_copies`] does, in the current context.
+pub(super) fn copies(driver: &Driver, raw: &mut CuStream) -> Result<(), CudaError> {
+    let (mut least, mut greatest) = (0, 0);
+    // SAFETY: valid places for the answers.
+    unsafe {
+        driver.cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)?;
+        driver.cuStreamCreateWithPriority(raw, sys::STREAM_NON_BLOCKING, greatest)
+    }
+}
+
 /// Whether a stream was made here, and what for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owned {
@@ -63,14 +73,7 @@ impl Stream {
     /// As there.
     pub fn for_copies(context: &Arc<Context>) -> Result<Self, CudaError> {
         let mut raw = CuStream::NULL;
-        context.run(|driver| {
-            let (mut least, mut greatest) = (0, 0);
-            // SAFETY: valid places for the answers.
-            unsafe {
-                driver.cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)?;
-                driver.cuStreamCreateWithPriority(&raw mut raw, sys::STREAM_NON_BLOCKING, greatest)
-            }
-        })?;
+        context.run(|driver| copies(driver, &mut raw))?;
         Ok(Self {
             context: Arc::clone(context),
             raw,

@@ -13,6 +13,9 @@ pub mod one_shot;
 pub mod two_shot;
 
 use super::packets::word;
+use crate::executor::STOPPED_EPOCH;
+use crate::wait::Stopped;
+
 use super::wide::{PIECE, Piece, load1, load16, store1, store16};
 
 /// The tables of a launch, wherever they are: in a kernel's parameter they cannot be indexed as arrays.
@@ -23,6 +26,15 @@ pub trait Tables {
     fn source(&self, k: u32) -> u64;
     /// The rank that source `k` is.
     fn peer(&self, k: u32) -> u32;
+}
+
+/// Whether a launch that found this epoch is to do anything.
+#[inline(always)]
+fn begins(epoch: u64) -> Result<(), Stopped> {
+    match epoch {
+        STOPPED_EPOCH => Err(Stopped::Aborted),
+        _ => Ok(()),
+    }
 }
 
 /// The first `left` bytes of a piece, or all of it; the rest is zero.

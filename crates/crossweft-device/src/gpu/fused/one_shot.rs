@@ -6,7 +6,7 @@
     reason = "a packet word is taken apart into its halves, and a half into bytes"
 )]
 
-use super::{Tables, load, min, store};
+use super::{Tables, begins, load, min, store};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
 use crate::executor::leave;
@@ -75,8 +75,9 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
         let epoch = memory.load(counters.epoch);
         let flag = flag_of(epoch, bytes);
         let half = (epoch & 1) * counters.packets_half;
+        let mut mine = begins(epoch);
         let mut at = first;
-        while at < end {
+        while at < end && mine.is_ok() {
             let Piece { a, b, c, d } = load(input + at, end - at);
             let mut k = 0;
             while k < targets {
@@ -88,7 +89,7 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
             at += stride;
         }
         // What waits need to know is there behind this barrier, which takes less time than the packets.
-        let mut mine = block.sync(Ok(()));
+        mine = block.sync(mine);
         at = first;
         while at < end && mine.is_ok() {
             // Words that the message does not reach have arrived.

@@ -1,7 +1,7 @@
 //! A two-shot reduction in one piece: meet the others, reduce this rank's chunk of all inputs into all
 //! outputs, meet again.
 
-use super::{Tables, load, min, store};
+use super::{Tables, begins, load, min, store};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
 use crate::executor::{compare, leave, tag};
@@ -42,9 +42,12 @@ pub unsafe fn run<B: Block, E: GpuElement>(
             // On its way while the signal is.
             taken = memory.load(semaphore.expected);
         }
-        signal(block, launch, epoch, &semaphore);
+        let mine = begins(epoch);
+        if mine.is_ok() {
+            signal(block, launch, epoch, &semaphore);
+        }
         // What waits need to know is there behind this barrier.
-        block.sync(Ok(()))?;
+        block.sync(mine)?;
         wait(
             block,
             launch,

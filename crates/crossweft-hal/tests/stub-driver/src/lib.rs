@@ -171,6 +171,7 @@ fn zeroed(bytes: usize) -> *mut u8 {
 
 make! {
     cuStreamCreate(c_uint);
+    cuStreamCreateWithPriority(c_uint, c_int);
     cuEventCreate(c_uint);
     cuGraphInstantiateWithFlags(Handle, c_ulonglong);
     cuMemCreate(usize, *const c_void, c_ulonglong);
@@ -299,6 +300,12 @@ driver! {
     }
     fn cuCtxGetCurrent(context: *mut usize) |state| {
         *context = CURRENT.with_borrow(|stack| stack.last().copied().unwrap_or(0));
+        0
+    }
+
+    fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) |_state| {
+        *least = 0;
+        *greatest = -5;
         0
     }
 
