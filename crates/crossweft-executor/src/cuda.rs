@@ -83,7 +83,7 @@ impl CudaLauncher {
             max_registers: Some(MAX_REGISTERS),
             ..CompileOptions::default()
         };
-        let loaded = Module::load(context, module.name, module.ptx, &options)?;
+        let loaded = Module::shared(context, module.name, module.ptx, &options)?;
         let kernel = loaded.kernel(entries.plan)?;
         let most = threads.unwrap_or(MAX_THREADS).clamp(32, MAX_THREADS) / 32 * 32;
         let needed = u64::from(blocks) * u64::from(sharers);

@@ -428,6 +428,35 @@ fn what_does_not_compile_says_why() {
 }
 
 #[test]
+fn modules_are_loaded_once_for_all_who_have_them() {
+    static TEXT: &str = ".version 7.8";
+    let stub = stub!();
+    let context = stub.context();
+    let options = CompileOptions::default();
+    let other = CompileOptions {
+        max_registers: Some(32),
+        ..CompileOptions::default()
+    };
+    let loads = || {
+        let calls = stub.calls();
+        calls.iter().filter(|c| *c == "cuModuleLoadDataEx").count()
+    };
+    let get = |options| Module::shared(&context, "text", TEXT, options).unwrap();
+    stub.calls();
+    let (first, second) = (get(&options), get(&options));
+    assert!(std::sync::Arc::ptr_eq(&first, &second));
+    assert_eq!(loads(), 1);
+    let third = get(&other);
+    assert!(!std::sync::Arc::ptr_eq(&first, &third));
+    assert_eq!(loads(), 1);
+    // Nobody has it any more: it was unloaded.
+    drop((first, second));
+    assert!(stub.calls().contains(&"cuModuleUnload".to_owned()));
+    get(&options);
+    assert_eq!(loads(), 1);
+}
+
+#[test]
 fn kernels_are_touched_before_they_are_launched() {
     let stub = stub!();
     let context = stub.context();

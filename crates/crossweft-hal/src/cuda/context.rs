@@ -8,6 +8,7 @@ use super::copy::Staging;
 use super::device::Device;
 use super::driver::Driver;
 use super::error::CudaError;
+use super::module::Loaded;
 use super::sys::{CuContext, CuStream};
 
 /// The primary context of a device, retained until the last user of it is dropped.
@@ -23,6 +24,8 @@ pub struct Context {
     /// are given to streams in turn as they are made, so that a process that makes and destroys streams soon
     /// has two on one queue, where a kernel waits behind another that may be waiting for it.
     pub(super) idle_streams: Mutex<Vec<CuStream>>,
+    /// Modules that several may use. They hold this, so it does not hold them.
+    pub(super) modules: Mutex<Vec<Loaded>>,
 }
 
 impl fmt::Debug for Context {
@@ -52,6 +55,7 @@ impl Context {
             raw,
             staging: Mutex::new(None),
             idle_streams: Mutex::new(Vec::new()),
+            modules: Mutex::new(Vec::new()),
         }))
     }
 

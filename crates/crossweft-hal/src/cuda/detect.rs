@@ -22,7 +22,7 @@ pub struct Detection {
     pub features: Vec<Feature>,
     /// Whether NVLink multicast may be used, and why.
     pub multicast: Multicast,
-    /// Where compiled kernels are kept.
+    /// Where what was probed is kept.
     pub cache: Cache,
 }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, Weak};
 
 use super::context::Context;
 use super::driver::Driver;
@@ -29,6 +29,14 @@ impl Default for CompileOptions {
             line_info: false,
         }
     }
+}
+
+/// A module that [`Module::shared`] has loaded.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    ptx: &'static str,
+    options: CompileOptions,
+    module: Weak<Module>,
 }
 
 /// A module, loaded. Unloaded with the last of its kernels.
@@ -108,6 +116,36 @@ impl Module {
             other => other,
         })?;
         Ok(Self::of(context, name, raw))
+    }
+
+    /// [`load`](Self::load), once for all who ask for the same text with the same options while one of them has
+    /// it.
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load).
+    pub fn shared(
+        context: &Arc<Context>,
+        name: &str,
+        ptx: &'static str,
+        options: &CompileOptions,
+    ) -> Result<Arc<Self>, CudaError> {
+        // Held while it is loaded, so that it is loaded once.
+        let mut modules = context
+            .modules
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        modules.retain(|loaded| loaded.module.strong_count() > 0);
+        let same = |loaded: &&Loaded| std::ptr::eq(loaded.ptx, ptx) && loaded.options == *options;
+        if let Some(module) = modules.iter().find(same).and_then(|l| l.module.upgrade()) {
+            return Ok(module);
+        }
+        let module = Self::load(context, name, ptx, options)?;
+        modules.push(Loaded {
+            ptx,
+            options: options.clone(),
+            module: Arc::downgrade(&module),
+        });
+        Ok(module)
     }
 
     fn of(context: &Arc<Context>, name: &str, raw: CuModule) -> Arc<Self> {
