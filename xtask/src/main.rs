@@ -6,6 +6,7 @@ mod cuda;
 mod gpu;
 mod header;
 mod kernels;
+mod python;
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -13,8 +14,9 @@ use std::time::Instant;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
 
-  test    every test: unit, property, integration, documentation, and the loom models
+  test    every test: unit, property, integration, documentation, the loom models, and Python
   loom    only the loom models of the device protocols
+  python  only the Python package: its wheel, in a fresh environment, and pytest
   lint    formatting, clippy, documentation, licences and advisories of dependencies
   ci      test, then lint
   conformance DIR
@@ -32,6 +34,7 @@ fn main() -> ExitCode {
     let result = match arguments[..] {
         ["test"] => test(),
         ["loom"] => loom(),
+        ["python"] => python::test(),
         ["lint"] => lint(),
         ["kernels"] => kernels::build(),
         ["kernels", "--check"] => kernels::check(),
@@ -59,7 +62,8 @@ fn test() -> Result<(), String> {
         &[],
     )?;
     cargo("tests", &["test", "--workspace"], &[])?;
-    loom()
+    loom()?;
+    python::test()
 }
 
 /// Every interleaving of the device protocols. Its own target folder, because the flag would

@@ -5,7 +5,7 @@ use std::convert::identity;
 use std::fmt::Display;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use crossweft_hal::cpu::{Bell, Context, SharedMemory, Supervisor, cores};
@@ -34,6 +34,16 @@ pub struct Endpoint {
     board: Board,
     /// Cores that the ranks of this host may use, all together.
     cores: usize,
+    interrupt: OnceLock<Interrupt>,
+}
+
+/// What a host program may have to say while a launch of its own waits.
+struct Interrupt(Box<dyn Fn() -> Option<String> + Send + Sync>);
+
+impl std::fmt::Debug for Interrupt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Interrupt").finish_non_exhaustive()
+    }
 }
 
 /// Where a rank's board begins in its control memory.
@@ -131,7 +141,20 @@ impl Endpoint {
             bells,
             board: Board::new(),
             cores,
+            interrupt: OnceLock::new(),
         }))
+    }
+
+    /// Has `reason` asked some times a second while a launch of this rank waits, on the thread that
+    /// waits; the job is aborted with what it says first. For host programs with signals of their own, such as
+    /// an interpreter's. The first one given stays.
+    pub fn interrupt_when(&self, reason: impl Fn() -> Option<String> + Send + Sync + 'static) {
+        self.interrupt.get_or_init(|| Interrupt(Box::new(reason)));
+    }
+
+    /// Why launches of this rank should wait no longer, if the host program says so.
+    pub(crate) fn interrupt(&self) -> Option<String> {
+        (self.interrupt.get()?.0)()
     }
 
     /// This rank.

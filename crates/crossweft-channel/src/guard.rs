@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -83,6 +83,8 @@ const LOOK_GRACE: Duration = Duration::from_millis(1);
 /// How long two ranks may wait for each other in different calls: another thread of theirs may be
 /// about to make the call that is missing.
 const CROSSED_GRACE: Duration = Duration::from_secs(5);
+/// How often the host program is asked whether to go on waiting.
+const ASK_EVERY: Duration = Duration::from_millis(50);
 
 /// Supervises the waits of one launch.
 #[derive(Debug)]
@@ -94,6 +96,8 @@ pub struct Guard<'a> {
     started: OnceLock<Instant>,
     limit: Duration,
     reported: AtomicBool,
+    /// How many times the host program should have been asked whether to go on.
+    asked: AtomicU64,
     /// A call that a peer was first found in, instead of this one.
     crossed: Mutex<Option<(Call, Instant)>>,
     /// When this launch first waited for ranks that have left.
@@ -110,6 +114,7 @@ impl<'a> Guard<'a> {
             started: OnceLock::new(),
             limit,
             reported: AtomicBool::new(false),
+            asked: AtomicU64::new(0),
             crossed: Mutex::default(),
             left: Mutex::default(),
         }
@@ -127,6 +132,25 @@ impl<'a> Guard<'a> {
     #[must_use]
     pub fn finds_other_size(&self) -> bool {
         self.other_size(&Waiting::default()).is_some()
+    }
+
+    /// Asks the host program, not too often, whether to wait on; aborts the job and returns true if it
+    /// should not. For launches whose waits do not ask this guard.
+    #[must_use]
+    pub fn is_interrupted(&self) -> bool {
+        let waited = self.started.get_or_init(Instant::now).elapsed();
+        let due = (waited.as_millis() / ASK_EVERY.as_millis()) as u64;
+        if self.asked.load(Ordering::Relaxed) >= due {
+            return false;
+        }
+        self.asked.store(due, Ordering::Relaxed);
+        match self.endpoint.interrupt() {
+            Some(reason) => {
+                self.endpoint.group().abort(&reason);
+                true
+            }
+            None => false,
+        }
     }
 
     /// The cause of an interruption, once it has happened.
@@ -374,6 +398,9 @@ impl Supervisor for Guard<'_> {
         }
         if waited > self.limit {
             return Err(Stopped::Deadline);
+        }
+        if waited > ASK_EVERY && self.is_interrupted() {
+            return Err(Stopped::Aborted);
         }
         if waited > self.endpoint.group().silence_after() {
             self.report(waiting, block, waited);

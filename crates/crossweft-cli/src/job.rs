@@ -2,16 +2,16 @@
 
 use std::io;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossweft_collective::{CollectiveError, Communicator, CommunicatorOptions, run_in_threads_on};
+use crossweft_collective::{
+    CollectiveError, Communicator, CommunicatorOptions, Devices, run_in_threads_on,
+};
 use crossweft_hal::cpu::{bind_to_core, cores};
 use crossweft_net::launch::{Job, Launcher};
-use crossweft_net::{JoinOptions, NetError, Rendezvous, RendezvousOptions};
+use crossweft_net::{NetError, Rendezvous, RendezvousOptions};
 
 use crate::exit::Exit;
-use crate::values::Devices;
 
 /// Why a job did not come to an end.
 #[derive(Debug, thiserror::Error)]
@@ -144,22 +144,11 @@ fn one_rank(
     if let Some(reason) = (options.refuse)(options.ranks, job) {
         return Err(JobError::Usage(reason));
     }
-    let timeout = options.timeout;
-    let join = JoinOptions {
-        timeout,
-        ..JoinOptions::default()
-    };
-    let rendezvous = RendezvousOptions {
-        timeout,
-        ..RendezvousOptions::default()
-    };
     // Before any thread is started.
     let bound = options.bind && is_spawned(job) && bind(job);
     let run = || {
-        let group = job.join(&join, &rendezvous)?;
-        let device = options.devices.of(job.local_rank)?;
         let communicator =
-            Communicator::on(device, Arc::new(group), communicator_options(options))?;
+            Communicator::from_job(job, &options.devices, communicator_options(options), None)?;
         let started_as = if is_spawned(job) {
             match bound {
                 true => "processes, bound to a core each".to_owned(),

@@ -3,8 +3,7 @@
 use std::str::FromStr;
 
 use clap::ValueEnum;
-use crossweft_collective::{DataType, ReduceOp};
-use crossweft_hal::{self as hal, HalError, cuda};
+use crossweft_collective::{DataType, Devices, ReduceOp};
 
 /// Devices by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -17,43 +16,14 @@ pub(crate) enum Device {
     Cuda,
 }
 
-/// The devices that the ranks of this host compute on.
-#[derive(Clone, Debug)]
-pub(crate) enum Devices {
-    /// Each on the host's processors.
-    Cpu,
-    /// In turn on these.
-    Cuda(Vec<cuda::Device>),
-}
-
-impl Devices {
-    /// Finds what was asked for. `Auto` means GPUs if there is one for each of `ranks` ranks.
-    pub(crate) fn find(device: Device, ranks: u32) -> Result<Self, String> {
-        if device == Device::Cpu {
-            return Ok(Self::Cpu);
-        }
-        // Ranks of one process have their streams on hardware queues of their own: with fewer queues
-        // than ranks, one kernel would wait behind another that waits for it.
-        let found = cuda::Driver::open().and_then(|driver| driver.devices());
-        match (device, found) {
-            (Device::Auto, Ok(devices)) if devices.len() >= ranks as usize => {
-                Ok(Self::Cuda(devices))
-            }
-            (Device::Auto, _) => Ok(Self::Cpu),
-            (_, Ok(devices)) if !devices.is_empty() => Ok(Self::Cuda(devices)),
-            (_, Ok(_)) => Err("there is no CUDA device; use --device cpu".to_owned()),
-            (_, Err(error)) => Err(format!("--device cuda: {error}; or use --device cpu")),
-        }
-    }
-
-    /// The device of the rank that is the `local`-th of this host.
-    pub(crate) fn of(&self, local: u32) -> Result<hal::Device, HalError> {
+impl Device {
+    /// Finds what was asked for, for `ranks` ranks.
+    pub(crate) fn find(self, ranks: u32) -> Result<Devices, String> {
         match self {
-            Self::Cuda(devices) if !devices.is_empty() => {
-                let device = &devices[local as usize % devices.len()];
-                Ok(hal::Device::Cuda(cuda::Context::retain(device)?))
-            }
-            _ => Ok(hal::Device::Cpu),
+            Self::Auto => Ok(Devices::best(ranks)),
+            Self::Cpu => Ok(Devices::Cpu),
+            Self::Cuda => Devices::cuda()
+                .map_err(|error| format!("--device cuda: {error}; or use --device cpu")),
         }
     }
 }
@@ -98,23 +68,7 @@ pub(crate) fn names<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str) -> Str
 
 /// An element type.
 pub(crate) fn dtype(text: &str) -> Result<DataType, String> {
-    // What nccl-tests and torch call them.
-    let name = match text {
-        "float" | "float32" => "f32",
-        "double" | "float64" => "f64",
-        "half" | "float16" => "f16",
-        "bfloat16" => "bf16",
-        "int8" => "i8",
-        "uint8" => "u8",
-        "int32" => "i32",
-        "uint32" => "u32",
-        "int64" => "i64",
-        "uint64" => "u64",
-        "f8e4m3fn" | "float8_e4m3fn" => "f8e4m3",
-        "float8_e5m2" => "f8e5m2",
-        name => name,
-    };
-    DataType::from_name(name)
+    DataType::from_common_name(text)
         .ok_or_else(|| format!("the types are {}", names(&DataType::ALL, DataType::name)))
 }
 

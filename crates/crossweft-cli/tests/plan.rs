@@ -14,6 +14,7 @@ use crossweft_collective::Algorithm;
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
 use crossweft_plan::cost::Topology;
+use crossweft_plan::dsl;
 use crossweft_plan::mscclpp::{export, import};
 use crossweft_plan::{Buffer, Builder, Chunks, Collective, InPlace, Op, Operand, Plan};
 use serde_json::Value;
@@ -136,6 +137,69 @@ fn send_recv(ranks: u32) -> Plan {
     b.finish().unwrap()
 }
 
+/// Collectives with a root, and one of its own: programs without any synchronisation.
+fn programs(ranks: u32) -> Vec<Plan> {
+    let root = 1;
+    let program = |name, collective| {
+        let mut options = dsl::Options::new(name, collective, ranks);
+        options.shape = (1, 2);
+        dsl::Program::new(options).unwrap()
+    };
+    let mut broadcast = program("broadcast", Collective::Broadcast { root });
+    let mut reduce = program("reduce", Collective::Reduce { root });
+    let mut gather = program("root-gather", Collective::Gather { root });
+    let mut scatter = program("root-scatter", Collective::Scatter { root });
+    let mut custom = program("pairs", Collective::Custom);
+    for rank in (0..ranks).filter(|rank| *rank != root) {
+        let (from, to) = (
+            broadcast.input(root).unwrap(),
+            broadcast.output(rank).unwrap(),
+        );
+        let channel = broadcast.memory_channel(rank, root).unwrap();
+        broadcast.put(channel, to.all(), from.all(), rank).unwrap();
+
+        let (from, to) = (reduce.input(rank).unwrap(), reduce.output(root).unwrap());
+        let channel = reduce.memory_channel(rank, root).unwrap();
+        let own = match rank {
+            0 => reduce.input(root).unwrap(),
+            _ => to,
+        };
+        let theirs = [from.all()];
+        reduce
+            .read_reduce(channel, to.all(), own.all(), &theirs, 0)
+            .unwrap();
+
+        let (from, to) = (gather.input(rank).unwrap(), gather.output(root).unwrap());
+        let channel = gather.port_channel(root, rank).unwrap();
+        gather.put(channel, to.chunk(rank), from.all(), 0).unwrap();
+
+        let (from, to) = (scatter.input(root).unwrap(), scatter.output(rank).unwrap());
+        let channel = scatter.memory_channel(root, rank).unwrap();
+        scatter.get(channel, to.all(), from.chunk(rank), 0).unwrap();
+    }
+    for (program, chunk) in [(&mut broadcast, 0), (&mut scatter, root)] {
+        let (from, to) = (program.input(root).unwrap(), program.output(root).unwrap());
+        program.copy(to.chunk(0), from.chunk(chunk), 0).unwrap();
+    }
+    let (from, to) = (gather.input(root).unwrap(), gather.output(root).unwrap());
+    gather.copy(to.chunk(root), from.all(), 0).unwrap();
+    for rank in 0..ranks {
+        let next = (rank + 1) % ranks;
+        let (own, theirs) = (custom.input(rank).unwrap(), custom.input(next).unwrap());
+        let output = custom.output(rank).unwrap();
+        let channel = custom.memory_channel(next, rank).unwrap();
+        let both = [own.chunk(0), theirs.chunk(0)];
+        custom
+            .read_reduce(channel, output.chunk(1), both[0], &both[1..], 0)
+            .unwrap();
+        custom.expect(output.chunk(1), &both).unwrap();
+    }
+    let programs = [broadcast, reduce, gather, scatter, custom];
+    programs
+        .map(|program| program.compile().unwrap().plan)
+        .to_vec()
+}
+
 /// Waits for a packet that nobody sends.
 fn stuck() -> Plan {
     let mut b = Builder::new("stuck", Collective::Test, 2, 1, 1)
@@ -194,7 +258,7 @@ fn every_collective_runs_and_is_verified() {
         send_recv(3),
         one_shot,
     ];
-    for plan in &plans {
+    for plan in plans.iter().chain(&programs(3)) {
         let file = files.plan(plan);
         let report = json(&ends(0, &["check", "--format", "json", &file]));
         assert_eq!(

@@ -263,8 +263,12 @@ impl AllReduce {
         &self.selector
     }
 
-    /// The prepared plan for a size, and the piece it handles at a time.
-    fn select(&self, bytes: u64) -> Result<(&Arc<Prepared>, usize), CollectiveError> {
+    /// The prepared plan for a message of `bytes` bytes, and how many bytes of it are handled at a time: for
+    /// callers who launch it themselves, piece after piece, as on a CUDA stream.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Usage`] if the size does not fit.
+    pub fn select(&self, bytes: u64) -> Result<(&Arc<Prepared>, usize), CollectiveError> {
         let index = self.selector.select(bytes);
         let choice = &self.selector.choices()[index];
         if bytes > choice.up_to {
@@ -284,7 +288,7 @@ impl AllReduce {
     fn usage(&self, reason: String) -> CollectiveError {
         CollectiveError::Usage {
             rank: self.communicator.rank(),
-            reason,
+            reason: format!("all-reduce: {reason}"),
         }
     }
 }

@@ -4,10 +4,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_channel::{Endpoint, RegisteredMemory};
+use crossweft_executor::{Options, Stage, Staged};
 use crossweft_hal::Device;
-use crossweft_net::Group;
+use crossweft_net::launch::Job;
+use crossweft_net::{Cancel, Group, JoinOptions, RendezvousOptions, UniqueId};
+use crossweft_plan::Plan;
 
 use crate::all_reduce::{AllReduce, AllReduceOptions};
+use crate::devices::Devices;
 use crate::error::CollectiveError;
 
 /// How a communicator behaves.
@@ -54,6 +58,49 @@ impl Communicator {
     ) -> Result<Self, CollectiveError> {
         let endpoint = Endpoint::on(device, group, Instant::now() + options.timeout)?;
         Ok(Self { endpoint, options })
+    }
+
+    /// Joins the job that a launcher has started this process for. Collective; blocks until all ranks have
+    /// come. `cancel` ends that from another thread.
+    ///
+    /// # Errors
+    /// As for [`on`](Self::on).
+    pub fn from_job(
+        job: &Job,
+        devices: &Devices,
+        options: CommunicatorOptions,
+        cancel: Option<Cancel>,
+    ) -> Result<Self, CollectiveError> {
+        let rendezvous = RendezvousOptions {
+            timeout: options.timeout,
+            ..RendezvousOptions::default()
+        };
+        let group = job.join(&join_options(options, cancel), &rendezvous)?;
+        Self::on(devices.of(job.local_rank)?, Arc::new(group), options)
+    }
+
+    /// Joins as `rank` of `world_size` the job whose rendezvous `id` names. Collective; blocks until all
+    /// ranks have come. `cancel` ends that from another thread.
+    ///
+    /// # Errors
+    /// As for [`on`](Self::on).
+    pub fn from_unique_id(
+        id: &UniqueId,
+        (rank, world_size): (u32, u32),
+        devices: &Devices,
+        options: CommunicatorOptions,
+        cancel: Option<Cancel>,
+    ) -> Result<Self, CollectiveError> {
+        let group = Group::join(id, rank, world_size, &join_options(options, cancel))?;
+        let device = devices.of(group.local_rank())?;
+        Self::on(device, Arc::new(group), options)
+    }
+
+    /// Has `reason` asked some times a second while a launch of this rank waits, on the thread that waits; the
+    /// job is aborted with what it says first. For host programs with signals of their own. Local; the first
+    /// one given stays.
+    pub fn interrupt_when(&self, reason: impl Fn() -> Option<String> + Send + Sync + 'static) {
+        self.endpoint.interrupt_when(reason);
     }
 
     /// What this rank computes on.
@@ -107,6 +154,26 @@ impl Communicator {
         AllReduce::prepare(self, options)
     }
 
+    /// Prepares any plan, for buffers anywhere. Collective; blocks.
+    ///
+    /// # Errors
+    /// [`CollectiveError`]: ranks disagree, the plan does not fit the job, no memory, or a peer died.
+    pub fn prepare(
+        &self,
+        plan: &Plan,
+        options: Options,
+        stage: Stage,
+    ) -> Result<Staged, CollectiveError> {
+        let deadline = self.deadline();
+        Ok(Staged::prepare(
+            &self.endpoint,
+            plan,
+            options,
+            stage,
+            deadline,
+        )?)
+    }
+
     /// Blocks until every rank has come here.
     ///
     /// # Errors
@@ -136,6 +203,15 @@ impl Communicator {
 
     fn deadline(&self) -> Instant {
         Instant::now() + self.options.timeout
+    }
+}
+
+/// How a rank joins.
+pub(crate) fn join_options(options: CommunicatorOptions, cancel: Option<Cancel>) -> JoinOptions {
+    JoinOptions {
+        timeout: options.timeout,
+        cancel,
+        ..JoinOptions::default()
     }
 }
 

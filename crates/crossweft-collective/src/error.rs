@@ -35,7 +35,7 @@ pub enum CollectiveError {
         algorithm: Algorithm,
     },
     /// A call does not fit what was prepared.
-    #[error("all-reduce on rank {rank}: {reason}")]
+    #[error("rank {rank}: {reason}")]
     Usage {
         /// This rank.
         rank: u32,

@@ -3,13 +3,15 @@
 //! * [`Communicator`]: a rank's handle on the job; makes memory and prepares collectives.
 //! * [`AllReduce`]: a prepared all-reduce; picks an algorithm for each size and says why.
 //! * [`Algorithm`]: the algorithms, each a plan for any number of ranks.
-//! * [`run_in_threads`]: a whole job inside one process.
+//! * [`run_in_threads`]: a whole job inside one process; [`run_plan_in_threads`]: one plan, once.
+//! * [`Devices`]: which device each rank computes on.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 mod algorithm;
 mod all_reduce;
 mod communicator;
+mod devices;
 mod error;
 mod selector;
 mod threads;
@@ -19,9 +21,10 @@ pub use all_reduce::{AllReduce, AllReduceOptions, Memory};
 pub use communicator::{Communicator, CommunicatorOptions, SymmetricBuffer};
 pub use crossweft_device::{DataType, ReduceOp};
 pub use crossweft_executor::Schedule;
+pub use devices::Devices;
 pub use error::CollectiveError;
 pub use selector::{Choice, Selector};
-pub use threads::{run_in_threads, run_in_threads_on};
+pub use threads::{run_in_threads, run_in_threads_on, run_plan_in_threads};
 
 /// The README's example is a test.
 #[cfg(doctest)]

@@ -1,12 +1,14 @@
 //! A whole job inside one process: every rank a thread.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
+use crossweft_executor::{Options, Stage};
 use crossweft_hal::Device;
-use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
+use crossweft_net::{Group, Rendezvous, RendezvousOptions};
+use crossweft_plan::Plan;
 
-use crate::communicator::{Communicator, CommunicatorOptions};
+use crate::communicator::{Communicator, CommunicatorOptions, join_options};
 use crate::error::CollectiveError;
 
 /// Runs `rank_main` once for each of `ranks` ranks, each on a thread of its own with its own
@@ -39,11 +41,7 @@ pub fn run_in_threads_on<T: Send>(
     })?;
     let id = rendezvous.unique_id();
     let one_rank = |rank| {
-        let join = JoinOptions {
-            timeout: options.timeout,
-            ..JoinOptions::default()
-        };
-        let group = Group::join(&id, rank, ranks, &join)?;
+        let group = Group::join(&id, rank, ranks, &join_options(options, None))?;
         let communicator = Communicator::on(device(rank)?, Arc::new(group), options)?;
         rank_main(&communicator)
     };
@@ -63,4 +61,41 @@ pub fn run_in_threads_on<T: Send>(
             .into_iter()
             .collect()
     })
+}
+
+/// Runs a plan once in a job of its own, each rank a thread on the CPU device: `buffers` has the input and
+/// the output of every rank, in rank order. `interrupt` is asked now and then while ranks wait; a reason
+/// ends the job.
+///
+/// # Errors
+/// As for [`run_in_threads`]; [`CollectiveError::Usage`] if there are not as many buffers as ranks.
+pub fn run_plan_in_threads(
+    plan: &Plan,
+    options: &Options,
+    buffers: Vec<(&[u8], &mut [u8])>,
+    job: CommunicatorOptions,
+    interrupt: impl Fn() -> Option<String> + Clone + Send + Sync + 'static,
+) -> Result<(), CollectiveError> {
+    let ranks = plan.world_size();
+    if buffers.len() != ranks as usize {
+        return Err(CollectiveError::Usage {
+            rank: 0,
+            reason: format!("buffers of {} ranks, the plan has {ranks}", buffers.len()),
+        });
+    }
+    // Each rank's thread takes its own.
+    let buffers: Vec<_> = buffers
+        .into_iter()
+        .map(|pair| Mutex::new(Some(pair)))
+        .collect();
+    run_in_threads(ranks, job, |communicator| {
+        communicator.interrupt_when(interrupt.clone());
+        let prepared = communicator.prepare(plan, options.clone(), Stage::WhereNeeded)?;
+        let own = &buffers[communicator.rank() as usize];
+        match own.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some((input, output)) => Ok(prepared.run(input, output, job.timeout)?),
+            None => Ok(()),
+        }
+    })?;
+    Ok(())
 }

@@ -92,6 +92,29 @@ impl DataType {
         Self::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 
+    /// The data type of that [`name`](Self::name), or of the one that torch, numpy or nccl-tests have for
+    /// it.
+    #[must_use]
+    pub fn from_common_name(name: &str) -> Option<Self> {
+        Some(match name {
+            "float" | "float32" => Self::F32,
+            "double" | "float64" => Self::F64,
+            "half" | "float16" => Self::F16,
+            "bfloat16" => Self::Bf16,
+            "int8" => Self::I8,
+            "uint8" => Self::U8,
+            "int16" => Self::I16,
+            "uint16" => Self::U16,
+            "int32" => Self::I32,
+            "uint32" => Self::U32,
+            "int64" => Self::I64,
+            "uint64" => Self::U64,
+            "f8e4m3fn" | "float8_e4m3fn" => Self::F8E4M3,
+            "float8_e5m2" => Self::F8E5M2,
+            name => return Self::from_name(name),
+        })
+    }
+
     /// Whether elements are floating-point numbers.
     #[must_use]
     pub const fn is_float(self) -> bool {

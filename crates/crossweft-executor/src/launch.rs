@@ -10,6 +10,7 @@ use crossweft_channel::Guard;
 use crossweft_device::Site;
 use crossweft_device::executor::run_block;
 use crossweft_device::program::Launch;
+use crossweft_hal::HalError;
 use crossweft_hal::cpu::{Arguments, Interrupted, Kernel, KernelError, Stream};
 use crossweft_hal::cuda::CudaError;
 
@@ -178,7 +179,11 @@ impl Prepared {
         guard: &Guard<'_>,
     ) -> Result<(), ExecutorError> {
         let stream = &launcher.stream().map_err(|error| self.device(error))?;
-        let failed = || self.endpoint.group().liveness().stopped() || guard.finds_other_size();
+        let failed = || {
+            self.endpoint.group().liveness().stopped()
+                || guard.finds_other_size()
+                || guard.is_interrupted()
+        };
         // SAFETY: the caller's promise.
         unsafe { launcher.launch(stream, &self.program, launch, limit) }
             .and_then(|()| launcher.wait(stream, limit, failed))
@@ -190,10 +195,14 @@ impl Prepared {
     }
 
     pub(crate) fn device(&self, error: CudaError) -> ExecutorError {
+        self.hal(error.into())
+    }
+
+    pub(crate) fn hal(&self, source: HalError) -> ExecutorError {
         ExecutorError::Device {
             plan: self.name.clone(),
             rank: self.program.rank,
-            source: error.into(),
+            source,
         }
     }
 

@@ -5,8 +5,10 @@
 //! that device code reads ([`crossweft_device::program`]). Launching is local: it allocates nothing
 //! and talks to nobody but through channels.
 //!
-//! `unsafe` is confined to the modules `launch`, which hands those tables to the device code, `cuda`,
-//! which does so on a GPU, and `turn`.
+//! [`Staged`] takes buffers anywhere, through registered memory where the plan asks for it.
+//!
+//! `unsafe` is confined to the modules `launch`, which hands those tables to the device code, `cuda` and
+//! `staged`, which do so on a GPU, and `turn`.
 #![deny(missing_docs, unsafe_code)]
 
 mod cuda;
@@ -14,6 +16,7 @@ mod error;
 mod fused;
 mod launch;
 mod prepared;
+mod staged;
 mod tables;
 mod turn;
 
@@ -22,3 +25,4 @@ pub use cuda::{Recorded, Together};
 pub use error::ExecutorError;
 pub use launch::RawBuffers;
 pub use prepared::{Buffers, Options, Prepared};
+pub use staged::{Stage, Staged};

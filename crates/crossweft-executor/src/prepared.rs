@@ -273,6 +273,43 @@ impl Prepared {
         self.options.max_bytes
     }
 
+    /// Bytes of the message whose input has `input` bytes and whose output has `output`.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`] if they are not the plan's blocks of one message.
+    pub fn message_bytes(&self, input: u64, output: u64) -> Result<u64, ExecutorError> {
+        self.shape.message(input, output).ok_or_else(|| {
+            let Shape {
+                input_blocks,
+                output_blocks,
+                ..
+            } = self.shape;
+            self.usage(format!(
+                "input has {input} bytes, output {output}; they must be {input_blocks} and \
+                 {output_blocks} times the message"
+            ))
+        })
+    }
+
+    /// Bytes of the message whose input and output are one buffer of `length` bytes.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`] if it is no whole number of the plan's blocks.
+    pub fn message_bytes_in_place(&self, length: u64) -> Result<u64, ExecutorError> {
+        let blocks = u64::from(self.shape.input_blocks.max(self.shape.output_blocks).max(1));
+        if !length.is_multiple_of(blocks) {
+            return Err(self.usage(format!("{length} bytes are no {blocks} messages")));
+        }
+        Ok(length / blocks)
+    }
+
+    /// Where this rank's input and output of a message of `bytes` bytes begin in the one buffer of a run
+    /// in place, in bytes.
+    #[must_use]
+    pub fn in_place_offsets(&self, bytes: u64) -> (u64, u64) {
+        self.shape.in_place_offsets(bytes)
+    }
+
     /// Runs the plan on private buffers, on the calling thread: `input` and `output` have as many
     /// bytes as the collective's blocks of one message. Blocks until this rank's part is done, at
     /// most for `limit`.
@@ -286,18 +323,7 @@ impl Prepared {
         output: &mut [u8],
         limit: Duration,
     ) -> Result<(), ExecutorError> {
-        let (from, to) = (input.len() as u64, output.len() as u64);
-        let Some(bytes) = self.shape.message(from, to) else {
-            let Shape {
-                input_blocks,
-                output_blocks,
-                ..
-            } = self.shape;
-            return Err(self.usage(format!(
-                "input has {from} bytes, output {to}; they must be {input_blocks} and \
-                 {output_blocks} times the message"
-            )));
-        };
+        let bytes = self.message_bytes(input.len() as u64, output.len() as u64)?;
         self.check_host()?;
         self.check_private()?;
         self.check_in_place(false)?;
@@ -317,12 +343,7 @@ impl Prepared {
     /// # Errors
     /// As for [`run`](Self::run).
     pub fn run_in_place(&self, data: &mut [u8], limit: Duration) -> Result<(), ExecutorError> {
-        let blocks = u64::from(self.shape.input_blocks.max(self.shape.output_blocks).max(1));
-        let bytes = data.len() as u64 / blocks;
-        if bytes * blocks != data.len() as u64 {
-            let length = data.len();
-            return Err(self.usage(format!("{length} bytes are no {blocks} messages")));
-        }
+        let bytes = self.message_bytes_in_place(data.len() as u64)?;
         self.check_host()?;
         self.check_private()?;
         self.check_in_place(true)?;
@@ -357,7 +378,10 @@ impl Prepared {
 
     /// The addresses of messages in registered memory, after the checks that
     /// [`run_registered`](Self::run_registered) makes.
-    pub(crate) fn registered_buffers(
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`].
+    pub fn registered_buffers(
         &self,
         input_offset: u64,
         output_offset: u64,
@@ -465,7 +489,10 @@ impl Prepared {
     }
 
     /// Whether the size of a message fits what was prepared.
-    pub(crate) fn check_bytes(&self, bytes: u64) -> Result<(), ExecutorError> {
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`] if not.
+    pub fn check_bytes(&self, bytes: u64) -> Result<(), ExecutorError> {
         let max = self.options.max_bytes;
         if bytes > max {
             return Err(self.usage(format!("{bytes} bytes; it was prepared for up to {max}")));
@@ -557,17 +584,10 @@ struct Shape {
 
 impl Shape {
     fn new(plan: &Plan, rank: u32) -> Self {
-        let multiple_of = if plan.needs_equal_chunks() {
-            u64::from(plan.chunks) * crossweft_device::extent::GRANULE
-        } else {
-            1
-        };
+        let multiple_of = plan.message_multiple();
         let (input, output) = plan.reaches_into();
-        let reaches_into_smaller = match plan.collective {
-            Collective::AllGather => input,
-            Collective::ReduceScatter => output,
-            _ => false,
-        };
+        let own = plan.collective.is_own_block();
+        let reaches_into_smaller = input && own.0 || output && own.1;
         Self {
             rank,
             reaches_into_smaller,
@@ -590,11 +610,8 @@ impl Shape {
     /// Where this rank's input and output begin in the one buffer.
     fn in_place_offsets(&self, bytes: u64) -> (u64, u64) {
         let own = bytes * u64::from(self.rank);
-        match self.collective {
-            Collective::AllGather => (own, 0),
-            Collective::ReduceScatter => (0, own),
-            _ => (0, 0),
-        }
+        let (input, output) = self.collective.is_own_block();
+        (own * u64::from(input), own * u64::from(output))
     }
 }
 

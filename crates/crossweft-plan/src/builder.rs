@@ -34,6 +34,7 @@ impl Builder {
                 equal_chunks: false,
                 input_blocks: blocks_of_message.0,
                 output_blocks: blocks_of_message.1,
+                outputs: Vec::new(),
                 message_bytes: (0, u64::MAX),
                 scratch_slots: 0,
                 double_scratch: false,

@@ -24,6 +24,10 @@
 //! }
 //! ```
 //!
+//! A collective with a root is `{ "broadcast": { "root": 0 } }`, or so. A `custom` one has `outputs`: for
+//! each rank and each block of its output, which blocks of inputs are reduced there, as
+//! `{ "rank": 0, "block": 1 }`; none for anything.
+//!
 //! All operations and their fields are those of [`crate::Op`]; a rank may also have `semaphores` (initial
 //! values) and `switches`. A channel's `kind` is `memory` (default) or `port`.
 //!
@@ -33,8 +37,9 @@
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
-use crate::plan::{Collective, InPlace, Plan, RankProgram};
+use crate::plan::{Collective, InPlace, InputBlock, Plan, RankProgram};
 use crate::validate::PlanError;
 
 const FORMAT: &str = "crossweft-plan";
@@ -57,6 +62,8 @@ struct File {
     equal_chunks: bool,
     input_blocks: u32,
     output_blocks: u32,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    outputs: Vec<Vec<Vec<InputBlock>>>,
     #[serde(default = "any_size")]
     message_bytes: (u64, u64),
     scratch_slots: u32,
@@ -95,6 +102,7 @@ impl Plan {
             equal_chunks: self.equal_chunks,
             input_blocks: self.input_blocks,
             output_blocks: self.output_blocks,
+            outputs: self.outputs.clone(),
             message_bytes: self.message_bytes,
             scratch_slots: self.scratch_slots,
             double_scratch: self.double_scratch,
@@ -103,6 +111,18 @@ impl Plan {
         };
         // Only maps with keys that are not strings cannot be written, and there are none.
         serde_json::to_string(&file).unwrap_or_default()
+    }
+
+    /// What identifies the plan: the SHA-256 of its file without the name, in hexadecimal digits. Plans that do the
+    /// same in the same way have the same one.
+    #[must_use]
+    pub fn content_hash(&self) -> String {
+        let nameless = Self {
+            name: String::new(),
+            ..self.clone()
+        };
+        let digest = Sha256::digest(nameless.to_json());
+        digest.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Reads a file and checks its structure.
@@ -160,6 +180,7 @@ impl Plan {
             equal_chunks: file.equal_chunks,
             input_blocks: file.input_blocks,
             output_blocks: file.output_blocks,
+            outputs: file.outputs,
             message_bytes: file.message_bytes,
             scratch_slots: file.scratch_slots,
             double_scratch: file.double_scratch,

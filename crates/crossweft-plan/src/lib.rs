@@ -5,7 +5,8 @@
 //! (or that it fits any) and which packets it sends. It is pure data: this crate touches no device.
 //!
 //! * [`plan`]: the representation.
-//! * [`builder`]: how algorithms are written.
+//! * [`dsl`]: the language that algorithms are written in: programs, compiled to checked plans.
+//! * [`builder`]: plans operation by operation, as the built-in algorithms are made.
 //! * [`validate`]: structural checks; a plan from [`Builder::finish`] or [`Plan::from_json`] has
 //!   passed them.
 //! * [`mod@check`]: whether a plan computes what it says, whatever the schedule.
@@ -16,18 +17,25 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+// So that files that tests of several crates share find it.
+#[cfg(test)]
+extern crate self as crossweft_plan;
+
 pub mod builder;
 pub mod check;
+mod collective;
 pub mod cost;
+pub mod dsl;
 pub mod json;
 pub mod mscclpp;
+mod place;
 pub mod plan;
 pub mod show;
 pub mod validate;
 
 pub use builder::Builder;
 pub use plan::{
-    Buffer, Channel, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, RankProgram,
-    Switch,
+    Buffer, Channel, ChannelKind, Chunks, Collective, Content, InPlace, InputBlock, Op, Operand,
+    Plan, RankProgram, Switch,
 };
 pub use validate::PlanError;

@@ -1,55 +1,11 @@
 //! The representation of plans.
 
-use crossweft_device::extent::chunk_bytes;
+use crossweft_device::extent::{GRANULE, chunk_bytes};
 use crossweft_device::packet::{PAYLOAD, PacketType, WORD};
 use crossweft_device::{ReduceOp, program::Space};
 use serde::{Deserialize, Serialize};
 
-/// What a plan computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Collective {
-    /// Every rank's output is the reduction of all inputs.
-    AllReduce,
-    /// Block `r` of every output is rank `r`'s input.
-    AllGather,
-    /// Rank `r`'s output is the reduction of block `r` of all inputs.
-    ReduceScatter,
-    /// Block `q` of rank `r`'s output is block `r` of rank `q`'s input.
-    AllToAll,
-    /// Rank `r + 1`'s output is rank `r`'s input, around the ring.
-    SendRecv,
-    /// Anything: there is no statement of what the result is.
-    Test,
-}
-
-impl Collective {
-    /// The name in messages and on the command line.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::AllReduce => "all-reduce",
-            Self::AllGather => "all-gather",
-            Self::ReduceScatter => "reduce-scatter",
-            Self::AllToAll => "all-to-all",
-            Self::SendRecv => "send-recv",
-            Self::Test => "test",
-        }
-    }
-
-    /// Blocks of input and output, each of one message, with `ranks` ranks; `None` if the plan says.
-    #[must_use]
-    pub const fn blocks(self, ranks: u32) -> Option<(u32, u32)> {
-        match self {
-            Self::AllReduce | Self::SendRecv => Some((1, 1)),
-            Self::AllGather => Some((1, ranks)),
-            Self::ReduceScatter => Some((ranks, 1)),
-            Self::AllToAll => Some((ranks, ranks)),
-            Self::Test => None,
-        }
-    }
-}
+pub use crate::collective::{Collective, Content, InputBlock};
 
 /// Whether a plan works on one buffer or two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -86,6 +42,9 @@ pub struct Plan {
     pub input_blocks: u32,
     /// Blocks of the output, each of one message.
     pub output_blocks: u32,
+    /// By rank and block of its output, the blocks of inputs whose reduction it must hold, where the collective is
+    /// [`Collective::Custom`]; none for whatever need not hold anything. Empty for all other collectives.
+    pub outputs: Vec<Vec<Vec<InputBlock>>>,
     /// Sizes of a message in bytes that the plan is meant for, inclusive.
     pub message_bytes: (u64, u64),
     /// Slots of plain scratch memory, each of one chunk.
@@ -127,7 +86,9 @@ pub struct Channel {
 }
 
 /// Who moves the data of a channel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ChannelKind {
@@ -419,6 +380,19 @@ impl Plan {
         self.ranks.len() as u32
     }
 
+    /// What block `block` of `rank`'s output must hold.
+    #[must_use]
+    pub fn content(&self, rank: u32, block: u32) -> Content {
+        if self.collective != Collective::Custom {
+            return self.collective.content(self.world_size(), rank, block);
+        }
+        let of_rank = self.outputs.get(rank as usize);
+        match of_rank.and_then(|blocks| blocks.get(block as usize)) {
+            Some(inputs) if !inputs.is_empty() => Content::Inputs(inputs.clone()),
+            _ => Content::Any,
+        }
+    }
+
     /// Whether ranks, or proxies, reach into inputs and outputs: `(input, output)`. Such buffers must
     /// be registered memory.
     #[must_use]
@@ -458,6 +432,17 @@ impl Plan {
             })
         };
         self.equal_chunks || self.all_ops().any(moved)
+    }
+
+    /// What the size of a message in bytes must be a multiple of, whatever the elements.
+    #[must_use]
+    pub fn message_multiple(&self) -> u64 {
+        if self.needs_equal_chunks() {
+            // A granule holds a whole number of elements of every type.
+            u64::from(self.chunks) * GRANULE
+        } else {
+            1
+        }
     }
 
     /// The rank that sends the packets in slot `slot` of `rank`.

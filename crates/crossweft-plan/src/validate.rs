@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use crossweft_device::extent::GRANULE;
 
 use crate::plan::{
-    Buffer, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, RankProgram,
+    Buffer, ChannelKind, Chunks, Collective, InPlace, InputBlock, Op, Operand, Plan, RankProgram,
 };
 
 /// Largest numbers a plan may contain; beyond them it is refused before anything is allocated.
@@ -122,6 +122,14 @@ impl Plan {
                 self.collective.name()
             ));
         }
+        if let Some(root) = self
+            .collective
+            .root()
+            .filter(|root| *root as usize >= world)
+        {
+            return Err(format!("its root is rank {root}, of {world} ranks"));
+        }
+        self.validate_outputs()?;
         let sizes = [
             ("input blocks", self.input_blocks, 0),
             ("output blocks", self.output_blocks, 0),
@@ -169,6 +177,33 @@ impl Plan {
             validate_barriers(program).map_err(|e| format!("rank {rank}: {e}"))?;
         }
         Ok(())
+    }
+
+    /// What a custom collective computes is said for every block of output, and nothing of others.
+    fn validate_outputs(&self) -> Result<(), String> {
+        if self.collective != Collective::Custom {
+            return match self.outputs[..] {
+                [] => Ok(()),
+                _ => Err("only a custom collective says what its outputs are".to_owned()),
+            };
+        }
+        let blocks = self.output_blocks as usize;
+        let is_short = |of_rank: &Vec<_>| of_rank.len() != blocks;
+        if self.outputs.len() != self.ranks.len() || self.outputs.iter().any(is_short) {
+            return Err(format!(
+                "a custom collective must say what each of {blocks} blocks of output of each rank holds"
+            ));
+        }
+        let mut inputs = self.outputs.iter().flatten().flatten();
+        let wrong = inputs.find(|input| {
+            input.rank as usize >= self.ranks.len() || input.block >= self.input_blocks
+        });
+        match wrong {
+            Some(InputBlock { rank, block }) => Err(format!(
+                "an output is to hold block {block} of rank {rank}'s input, which does not exist"
+            )),
+            None => Ok(()),
+        }
     }
 
     fn validate_op(&self, rank: u32, program: &RankProgram, op: &Op) -> Result<(), String> {

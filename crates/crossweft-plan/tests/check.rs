@@ -845,6 +845,33 @@ fn a_packet_tells_that_the_loads_behind_it_are_over() {
     refused_for(build(false), Code::Race);
 }
 
+/// A rank may clear the half of an execution at its end: knowing that it has read a packet is not enough to write
+/// there again.
+#[test]
+fn a_slot_is_written_again_only_after_the_execution_has_ended() {
+    // Three ranks: the reader tells a third one, which tells the writer, all in one execution.
+    let mut b = Builder::new("relay", Collective::Test, 3, 2, 1).packets(1, PacketType::Ll16);
+    let (a, c) = (b.connect(1, 2), b.connect(2, 0));
+    b.at(0, 0).transfer(ONE, input(0, 0), vec![packets(1, 0)]);
+    b.at(1, 0)
+        .transfer(ONE, packets(1, 0), vec![output(1, 0)])
+        .signal(&[a.0]);
+    b.at(2, 0).signal(&[c.0]).wait(&[a.1]);
+    b.at(0, 0).wait(&[c.1]);
+    let found = check(&b.clone().finish().unwrap(), &Options::default());
+    assert_eq!(found[0].code, Code::Race, "{found:?}");
+    assert!(
+        found[0].message.contains("may clear"),
+        "{}",
+        found[0].message
+    );
+    // With an answer of the reader itself, the writer knows that it has begun again.
+    let (answer, heard) = b.connect(1, 0);
+    b.at(1, 1).signal(&[answer]);
+    b.at(0, 1).wait(&[heard]);
+    accepted(b);
+}
+
 #[test]
 fn absurd_plans_are_not_begun() {
     let mut b = Builder::new("large", Collective::Test, 16, 1, 1 << 20);

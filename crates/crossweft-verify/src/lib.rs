@@ -1,7 +1,8 @@
 //! Test patterns and an independent reference for the results of collectives.
 //!
 //! Tests and benches [`fill`] every rank's input, run a collective, and hand the output to
-//! [`check_all_reduce`], [`check_reduce_scatter`] or [`check_copies`]. [`fingerprint`] tells cheaply whether two ranks hold the same bits.
+//! [`check_all_reduce`], [`check_reduce_scatter`], [`check_reduction`] or [`check_copies`]. [`fingerprint`] tells cheaply whether two
+//! ranks hold the same bits.
 //!
 //! The crate shares the names of data types and operations with `crossweft-device` and none of its
 //! arithmetic: small floats are read and rounded by the crates `half` and `float8`, and results are
@@ -162,9 +163,10 @@ pub fn reference_all_reduce(
     with_element!(dtype,
         T => {
             let mut totals = Totals::<T>::new(&task);
-            let mut index = first;
+            let inputs = everyone(&task, first);
+            let mut index = 0;
             for block in T::chunks_mut(out).chunks_mut(BLOCK) {
-                for (&total, slot) in totals.of(index, block.len()).iter().zip(block.iter_mut()) {
+                for (&total, slot) in totals.of(&inputs, index, block.len()).iter().zip(block.iter_mut()) {
                     *slot = T::result(total, &task).to_bytes();
                 }
                 index += BLOCK as u64;
@@ -190,7 +192,13 @@ pub fn check_all_reduce(
     let Some(task) = Task::new(pattern, op, seed, world_size) else {
         return unknown(dtype, op, got);
     };
-    with_element!(dtype, T => check::<T>(&task, 0, got), unknown => unknown(dtype, op, got))
+    let inputs = everyone(&task, 0);
+    with_element!(dtype, T => check::<T>(&task, &inputs, got), unknown => unknown(dtype, op, got))
+}
+
+/// All ranks' inputs from an element on.
+fn everyone(task: &Task, first: u64) -> Vec<(u32, u64)> {
+    (0..task.world_size).map(|rank| (rank, first)).collect()
 }
 
 /// [`check_all_reduce`] for a reduce-scatter: `got` is the output of `rank`, the reduction of that
@@ -208,8 +216,38 @@ pub fn check_reduce_scatter(
     let Some(task) = Task::new(pattern, op, seed, world_size) else {
         return unknown(dtype, op, got);
     };
-    let first = u64::from(rank) * (got.len() / dtype.size()) as u64;
-    with_element!(dtype, T => check::<T>(&task, first, got), unknown => unknown(dtype, op, got))
+    let inputs = everyone(&task, u64::from(rank) * (got.len() / dtype.size()) as u64);
+    with_element!(dtype, T => check::<T>(&task, &inputs, got), unknown => unknown(dtype, op, got))
+}
+
+/// Compares a block of an output with the reduction of `inputs`, each a block `b` of the input of rank `r` as
+/// `(r, b)`; one of them alone is a copy. All blocks are as long as `got`.
+///
+/// Averages, which divide by the world size, are of all ranks: see [`check_reduce_scatter`]. Of them, and in general
+/// of more inputs than there are ranks, the bounds and exactness of the crate's documentation do not hold; products
+/// neither, unless each rank's input is there at most once.
+#[must_use]
+pub fn check_reduction(
+    pattern: Pattern,
+    dtype: DataType,
+    op: ReduceOp,
+    seed: u64,
+    world_size: u32,
+    inputs: &[(u32, u32)],
+    got: &[u8],
+) -> Mismatches {
+    if let [one] = inputs {
+        return check_copies(pattern, dtype, op, seed, world_size, &[*one], got);
+    }
+    let Some(task) = Task::new(pattern, op, seed, world_size) else {
+        return unknown(dtype, op, got);
+    };
+    let elements = (got.len() / dtype.size()) as u64;
+    let inputs: Vec<(u32, u64)> = inputs
+        .iter()
+        .map(|&(rank, block)| (rank, u64::from(block) * elements))
+        .collect();
+    with_element!(dtype, T => check::<T>(&task, &inputs, got), unknown => unknown(dtype, op, got))
 }
 
 /// Compares an output that is made of other ranks' inputs with what [`fill`] gives those: block `q`
@@ -264,14 +302,14 @@ fn copies<T: Element>(task: &Task, blocks: &[(u32, u32)], got: &[u8]) -> Mismatc
     mismatches
 }
 
-/// Compares with the reduction of the inputs' elements from `offset` on.
-fn check<T: Element>(task: &Task, offset: u64, got: &[u8]) -> Mismatches {
+/// Compares with the reduction of inputs, each a rank's from an element on.
+fn check<T: Element>(task: &Task, inputs: &[(u32, u64)], got: &[u8]) -> Mismatches {
     let (elements, rest) = T::chunks(got);
     let mut totals = Totals::<T>::new(task);
     let mut mismatches = Mismatches::default();
     let mut first = 0;
     for block in elements.chunks(BLOCK) {
-        let wanted = totals.of(offset + first, block.len());
+        let wanted = totals.of(inputs, first, block.len());
         for ((index, &bytes), &total) in (first..).zip(block).zip(wanted) {
             let element = T::from_bytes(bytes);
             if !element.matches(total, task) {
@@ -326,14 +364,14 @@ impl<'a, T: Element> Totals<'a, T> {
         }
     }
 
-    /// The results of `count` elements from index `first` on, reduced in rank order.
-    fn of(&mut self, first: u64, count: usize) -> &[T::Total] {
+    /// The results of `count` elements from index `first` of these inputs on, reduced in their order.
+    fn of(&mut self, inputs: &[(u32, u64)], first: u64, count: usize) -> &[T::Total] {
         self.totals.clear();
         self.inputs.resize(count, T::whole(0, false).to_bytes());
-        for rank in 0..self.task.world_size {
-            pattern::draw::<T>(self.task, rank, first, &mut self.inputs);
+        for &(rank, offset) in inputs {
+            pattern::draw::<T>(self.task, rank, offset + first, &mut self.inputs);
             let inputs = self.inputs.iter().map(|&bytes| T::from_bytes(bytes));
-            if rank == 0 {
+            if self.totals.is_empty() {
                 self.totals.extend(inputs.map(T::start));
                 continue;
             }

@@ -2,6 +2,7 @@
 
 use crate::{
     Mismatch, Mismatches, Pattern, check_all_reduce, check_copies, check_reduce_scatter,
+    check_reduction,
     exact::{to_bf16, to_f16},
     fill, fingerprint, reference_all_reduce,
 };
@@ -653,6 +654,37 @@ fn blocks_of_a_reduce_scatter_are_those_of_an_all_reduce() {
             let other = check((rank + 1) % n, block);
             assert!(other.wrong > 100, "{pattern:?} {dtype} {op}: {other:?}");
         }
+    }
+}
+
+#[test]
+fn reductions_of_some_blocks_are_compared() {
+    let (n, length) = (4, BLOCK_LEN);
+    for pattern in PATTERNS {
+        let (dtype, op) = (DataType::I32, ReduceOp::Sum);
+        let size = length * dtype.size();
+        // Blocks of different places of two ranks' inputs.
+        let blocks = [(3, 0), (1, 2)];
+        let part = |(rank, block): (u32, u32)| {
+            let whole = input(pattern, dtype, op, rank, n, 3 * length);
+            elements(dtype, &whole[block as usize * size..][..size])
+        };
+        let (a, b) = (part(blocks[0]), part(blocks[1]));
+        let sum = |(a, b): (&Bits, &Bits)| Bits::from((*a as u32).wrapping_add(*b as u32));
+        let mut got = bytes(dtype, &a.iter().zip(&b).map(sum).collect::<Vec<_>>());
+        let check = |blocks: &[(u32, u32)], got: &[u8]| {
+            check_reduction(pattern, dtype, op, 7, n, blocks, got).wrong
+        };
+        assert_eq!(check(&blocks, &got), 0, "{pattern:?}");
+        assert!(check(&[(3, 0), (1, 1)], &got) > 100, "another block");
+        assert!(check(&[(3, 0)], &got) > 100, "one is missing");
+        got[size - 1] ^= 1;
+        assert_eq!(check(&blocks, &got), 1, "{pattern:?}");
+        assert_eq!(
+            check(&[(3, 0)], &bytes(dtype, &a)),
+            0,
+            "one alone is a copy"
+        );
     }
 }
 

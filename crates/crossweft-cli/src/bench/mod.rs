@@ -12,7 +12,6 @@ use clap::Subcommand;
 
 use crate::exit::Exit;
 use crate::job::{self, JobError};
-use crate::values::Devices;
 
 /// The collectives that can be measured.
 #[derive(Debug, Subcommand)]
@@ -27,7 +26,10 @@ pub(crate) fn run(collective: &Collective) -> Exit {
     // Here, because a rank that is bound sees a single core.
     let machine = crate::doctor::machine_name();
     let result = options.check().map_err(JobError::Usage).and_then(|()| {
-        let devices = Devices::find(options.device, options.ranks()).map_err(JobError::Usage)?;
+        let devices = options
+            .device
+            .find(options.ranks())
+            .map_err(JobError::Usage)?;
         job::run(&options.job(devices), |communicator, started_as| {
             measure::run(options, communicator, started_as, &machine)
         })

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use crossweft_collective::{Algorithm, DataType, ReduceOp};
+use crossweft_collective::{Algorithm, DataType, Devices, ReduceOp};
 
 use crate::Format;
 use crate::doctor::DEFAULT_RANKS;
 use crate::job::{JobOptions, Start};
-use crate::values::{Device, Devices, Size, dtype, names, op};
+use crate::values::{Device, Size, dtype, names, op};
 
 /// Options of `bench all-reduce`.
 #[derive(Clone, Debug, Args)]

@@ -1,25 +1,23 @@
 //! `plan run`.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::Args;
-use crossweft_collective::{
-    CollectiveError, Communicator, DataType, ReduceOp, Schedule, SymmetricBuffer,
-};
+use crossweft_collective::{CollectiveError, Communicator, DataType, ReduceOp, Schedule};
 use crossweft_device::extent::GRANULE;
-use crossweft_executor::{Buffers, Options, Prepared};
+use crossweft_executor::{Options, Stage};
 use crossweft_plan::check::{self, Diagnostic};
-use crossweft_plan::{Collective, InPlace, Op, Plan};
+use crossweft_plan::{Collective, Content, Op, Plan};
 use crossweft_verify::{
-    Mismatches, Pattern, check_all_reduce, check_copies, check_reduce_scatter, fill,
+    Mismatch, Mismatches, Pattern, check_reduce_scatter, check_reduction, fill,
 };
 use serde::Serialize;
 
 use super::source::{STANDARD, Source, SourceError};
 use crate::exit::Exit;
 use crate::job::{self, JobError, JobOptions, Start};
-use crate::values::{Device, Devices, Size, dtype, op};
+use crate::values::{Device, Size, dtype, op};
 use crate::{Format, print_line};
 
 /// Options of `plan run`.
@@ -143,7 +141,10 @@ fn try_run(options: &Run) -> Result<Exit, RunError> {
         timeout: Duration::from_secs(options.timeout),
         // Checked here, once for all.
         bind: false,
-        devices: Devices::find(options.device, task.plan.world_size()).map_err(RunError::Usage)?,
+        devices: options
+            .device
+            .find(task.plan.world_size())
+            .map_err(RunError::Usage)?,
         arguments: &["--unchecked"],
     };
     Ok(job::run(&job, |communicator, _| task.rank(communicator))?)
@@ -232,29 +233,21 @@ impl<'a> Task<'a> {
             options, plan, op, ..
         } = self;
         let rank = communicator.rank();
-        let memory = Memory::new(plan, self.bytes, communicator)?;
+        // On any device, with host buffers.
         let mut prepare = Options::new(options.dtype, *op, self.bytes);
-        prepare.buffers = Buffers::Registered {
-            input: memory.input.registered(),
-            output: memory.output.registered(),
-        };
         if let Some(seed) = options.seed {
             prepare.schedule = Schedule::Seeded(seed.wrapping_add(rank.into()));
         }
+        let prepared = communicator.prepare(plan, prepare, Stage::Always)?;
         let limit = communicator.timeout();
-        let deadline = Instant::now() + limit;
-        let prepared = Prepared::prepare(communicator.endpoint(), plan, prepare, deadline)?;
+        let mut output = vec![0; self.bytes as usize * plan.output_blocks as usize];
         let mut wrong = 0;
         // More than two, as what is double comes again then.
         let patterns = [Pattern::Exact, Pattern::Random, Pattern::Exact];
         for (turn, pattern) in (0..).zip(patterns) {
             let seed = options.seed.unwrap_or(1).wrapping_add(turn);
-            memory.write(&self.input(pattern, seed, rank))?;
-            // Nobody may still be reading, nor write too early.
-            communicator.barrier()?;
-            prepared.run_registered(0, 0, self.bytes, limit)?;
-            communicator.barrier()?;
-            wrong += self.check(pattern, seed, rank, &memory.read()?);
+            prepared.run(&self.input(pattern, seed, rank), &mut output, limit)?;
+            wrong += self.check(pattern, seed, rank, &output);
         }
         let all = communicator.all_gather_bytes(&wrong.to_le_bytes())?;
         let words = all
@@ -286,18 +279,28 @@ impl<'a> Task<'a> {
     /// Wrong elements of this rank's output.
     fn check(&self, pattern: Pattern, seed: u64, rank: u32, got: &[u8]) -> u64 {
         let (dtype, op, n) = (self.options.dtype, self.op, self.plan.world_size());
-        let copies = |blocks: &[(u32, u32)]| check_copies(pattern, dtype, op, seed, n, blocks, got);
-        let all = |block| (0..n).map(|q| (q, block)).collect::<Vec<_>>();
-        let mismatches = match self.plan.collective {
-            Collective::AllReduce => check_all_reduce(pattern, dtype, op, seed, n, got),
-            Collective::ReduceScatter => {
-                check_reduce_scatter(pattern, dtype, op, seed, rank, n, got)
-            }
-            Collective::AllGather => copies(&all(0)),
-            Collective::AllToAll => copies(&all(rank)),
-            Collective::SendRecv => copies(&[((rank + n - 1) % n, 0)]),
-            _ => Mismatches::default(),
-        };
+        let mut mismatches = Mismatches::default();
+        for (block, got) in (0..).zip(got.chunks(self.bytes.max(1) as usize)) {
+            let of_block = match self.plan.content(rank, block) {
+                Content::Any => continue,
+                Content::Reduction { block } => {
+                    check_reduce_scatter(pattern, dtype, op, seed, block, n, got)
+                }
+                Content::Inputs(inputs) => {
+                    let inputs: Vec<(u32, u32)> = inputs
+                        .iter()
+                        .map(|input| (input.rank, input.block))
+                        .collect();
+                    check_reduction(pattern, dtype, op, seed, n, &inputs, got)
+                }
+            };
+            mismatches.wrong += of_block.wrong;
+            let before = u64::from(block) * self.bytes / dtype.size() as u64;
+            mismatches.first = mismatches.first.or(of_block.first.map(|first| Mismatch {
+                index: before + first.index,
+                ..first
+            }));
+        }
         if let Some(first) = mismatches.first {
             crate::complain(&format!(
                 "rank {rank}: {pattern:?} inputs: {} wrong, first at element {}: {} instead of {}",
@@ -311,6 +314,7 @@ impl<'a> Task<'a> {
         let plan = &self.plan;
         let post_condition = match plan.collective {
             Collective::Test => "none (test plan)",
+            Collective::Custom => "exact copies (custom reductions are not looked at)",
             _ => "exact result",
         };
         let report = Report {
@@ -350,13 +354,7 @@ impl<'a> Task<'a> {
 
 /// What sizes of messages must be multiples of.
 fn multiple_of(plan: &Plan, dtype: DataType) -> u64 {
-    let element = dtype.size() as u64;
-    if plan.needs_equal_chunks() {
-        // A granule holds a whole number of elements of every type.
-        u64::from(plan.chunks) * GRANULE
-    } else {
-        element
-    }
+    plan.message_multiple().max(dtype.size() as u64)
 }
 
 /// A size that gives every loop several pieces.
@@ -376,56 +374,4 @@ fn default_bytes(plan: &Plan) -> u64 {
         _ => chunk.saturating_mul(plan.chunks.into()).min(MOST_BYTES),
     };
     looped.max(DEFAULT_BYTES)
-}
-
-/// The buffers of a rank; in place both are one.
-struct Memory {
-    input: SymmetricBuffer,
-    output: SymmetricBuffer,
-    /// Where this rank's input lies in its buffer, and its output.
-    offsets: (u64, u64),
-    output_bytes: u64,
-}
-
-impl Memory {
-    fn new(plan: &Plan, bytes: u64, communicator: &Communicator) -> Result<Self, CollectiveError> {
-        let input_bytes = bytes.saturating_mul(plan.input_blocks.into());
-        let output_bytes = bytes.saturating_mul(plan.output_blocks.into());
-        // Memory of no bytes cannot be shared.
-        let allocate = |bytes: u64| communicator.allocate(bytes.max(GRANULE));
-        let own = bytes * u64::from(communicator.rank());
-        if plan.in_place == InPlace::Required {
-            let memory = allocate(input_bytes.max(output_bytes))?;
-            return Ok(Self {
-                input: memory.clone(),
-                output: memory,
-                offsets: match plan.collective {
-                    Collective::AllGather => (own, 0),
-                    Collective::ReduceScatter => (0, own),
-                    _ => (0, 0),
-                },
-                output_bytes,
-            });
-        }
-        Ok(Self {
-            input: allocate(input_bytes)?,
-            output: allocate(output_bytes)?,
-            offsets: (0, 0),
-            output_bytes,
-        })
-    }
-
-    /// Writes the input, and something else into the rest of the output.
-    fn write(&self, data: &[u8]) -> Result<(), CollectiveError> {
-        // A result left over from an earlier run must not pass for a new one.
-        self.output
-            .write(0, &vec![0xa5; self.output.bytes() as usize])?;
-        self.input.write(self.offsets.0, data)
-    }
-
-    fn read(&self) -> Result<Vec<u8>, CollectiveError> {
-        let mut data = vec![0; self.output_bytes as usize];
-        self.output.read(self.offsets.1, &mut data)?;
-        Ok(data)
-    }
 }

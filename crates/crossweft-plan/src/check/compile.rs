@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use crossweft_device::extent::{Extent, GRANULE, chunk_bytes};
 
 use super::{Code, Diagnostic};
-use crate::plan::{Buffer, ChannelKind, Chunks, Collective, Op, Operand, Plan};
+use crate::plan::{Buffer, ChannelKind, Chunks, Op, Operand, Plan};
 use crate::validate::ordinals;
 
 /// Sizes of the messages, in granules, and of the pieces of loops.
@@ -61,11 +61,9 @@ impl Layout {
         };
         let halves = if plan.double_scratch { 2 } else { 1 };
         let packets = scratch + halves * scratch_half;
-        let (input_shift, output_shift) = match plan.collective {
-            Collective::AllGather if aliased => (1, 0),
-            Collective::ReduceScatter if aliased => (0, 1),
-            _ => (0, 0),
-        };
+        let own = plan.collective.is_own_block();
+        let shift = |is_own: bool| u64::from(aliased && is_own);
+        let (input_shift, output_shift) = (shift(own.0), shift(own.1));
         Self {
             rank_cells: packets + 2 * packets_half,
             input,
@@ -117,6 +115,11 @@ impl Layout {
             half,
             packets: buffer == Buffer::Packets,
         }
+    }
+
+    /// Whether a cell holds packets.
+    pub(super) fn is_packet(&self, cell: usize) -> bool {
+        cell as u64 % self.rank_cells >= self.packets
     }
 
     /// The rank whose memory a cell is.
@@ -347,6 +350,8 @@ impl Compiled {
                 rank: Some(site.rank),
                 thread_block: Some(site.block),
                 op: Some(site.op),
+                inner: site.inner,
+                other: None,
                 code: Code::Race,
                 message: "it waits twice on one channel: two threads of the block would count its \
                           signals at once; wait in two ops"

@@ -19,7 +19,8 @@
 //! * no read of memory that **nothing was written** to, outputs of earlier executions included;
 //! * the **post-condition**: each granule of each output holds exactly the inputs that the collective
 //!   says, of this execution, each once. Where an average may be meant (`reduce_op` is none or avg),
-//!   exactly one reduction marked `last` is behind it. [`Collective::Test`](crate::Collective::Test) has none.
+//!   exactly one reduction marked `last` is behind it. [`Collective::Test`](crate::Collective::Test) has none, and of
+//!   [`Collective::Custom`](crate::Collective::Custom) averages are not looked at.
 //!
 //! # Why one schedule is enough
 //!
@@ -40,7 +41,8 @@
 //! * A packet orders its own payload only: relaxed stores and loads. Beyond that, a rank that has read
 //!   a packet knows in its *next* execution what its sender did *before* the execution that sent it
 //!   (both begin with a fence), and that the loads whose values went into the packet are over. The two
-//!   halves stand on exactly this. A slot is not to be written before its packets were read; two
+//!   halves stand on exactly this. At an execution's end a rank may clear the half that was used, so that whoever
+//!   writes there must know of that end too. A slot is not to be written before its packets were read; two
 //!   writes of one slot in one execution must be told apart by other means than the flag.
 //! * A put is done by a proxy: after what its block did before, and after those puts on the channel
 //!   that the block knows of; it is over for whoever takes a later signal of that channel, or
@@ -90,10 +92,28 @@ pub struct Diagnostic {
     pub thread_block: Option<u32>,
     /// The operation's index in its block; the loop's, if it is inside one.
     pub op: Option<u32>,
+    /// Its index in the loop, if it is inside one.
+    pub inner: Option<u32>,
+    /// The other operation of a race, if it is one's.
+    pub other: Option<Place>,
     /// What kind of fault.
     pub code: Code,
     /// What is wrong, and what to do about it.
     pub message: String,
+}
+
+/// An operation's place in a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Place {
+    /// The rank.
+    pub rank: u32,
+    /// The thread block.
+    pub thread_block: u32,
+    /// The operation's index in its block; the loop's, if it is inside one.
+    pub op: u32,
+    /// Its index in the loop, if it is inside one.
+    pub inner: Option<u32>,
 }
 
 impl std::fmt::Display for Diagnostic {
@@ -210,6 +230,8 @@ pub fn check(plan: &Plan, options: &Options) -> Vec<Diagnostic> {
                     rank: None,
                     thread_block: None,
                     op: None,
+                    inner: None,
+                    other: None,
                     code: Code::TooLarge,
                     message,
                 }];
@@ -241,6 +263,8 @@ fn structure(error: PlanError) -> Diagnostic {
         rank,
         thread_block,
         op,
+        inner: None,
+        other: None,
         code: Code::Structure,
         message,
     }
@@ -390,6 +414,8 @@ fn static_faults(compiled: &Compiled) -> Vec<Diagnostic> {
                 rank: Some(info.rank),
                 thread_block: None,
                 op: None,
+                inner: None,
+                other: None,
                 code: Code::Pairing,
                 message,
             });

@@ -8,8 +8,8 @@ use rustc_hash::FxHashSet as HashSet;
 use super::clock::{Clock, Stamp};
 use super::compile::{Action, Compiled, Data, Geometry, Site, chunk_of};
 use super::value::Value;
-use super::{Code, Diagnostic, Options};
-use crate::plan::{Collective, Plan};
+use super::{Code, Diagnostic, Options, Place};
+use crate::plan::{Buffer, Collective, Content, Op, Operand, Plan};
 
 /// A granule of memory.
 #[derive(Clone, Debug, Default)]
@@ -97,6 +97,10 @@ pub(super) struct Run<'a> {
     execution: Vec<u32>,
     /// By rank and execution: what it knew at the beginning.
     starts: Vec<Vec<Rc<[u32]>>>,
+    /// By rank: whether its blocks write to others' memory, other than packets.
+    reaches: Vec<bool>,
+    /// By rank and execution: its beginning.
+    begun: Vec<Vec<Stamp>>,
     /// By rank: whose packets of which execution it has read since the last fence.
     read_from: Vec<BTreeMap<u32, u32>>,
     /// Packets that a block has read, by block, cell and execution, where proxies may be asked to put
@@ -142,6 +146,12 @@ impl<'a> Run<'a> {
         for (rank, program) in (0..).zip(&plan.ranks) {
             rank_of.resize(rank_of.len() + program.blocks.len(), rank);
         }
+        let mut reaches = vec![false; ranks];
+        for (rank, op) in plan.all_ops() {
+            let (_, to) = op.operands();
+            let is_remote = |to: &Operand| to.rank != rank && to.buffer != Buffer::Packets;
+            reaches[rank as usize] |= !matches!(op, Op::Put { .. }) && to.iter().any(is_remote);
+        }
         let counters = compiled.counters.iter().map(|info| Counter {
             arrived: info.initial.into(),
             queue: (0..info.initial).map(|_| (None, None)).collect(),
@@ -167,6 +177,8 @@ impl<'a> Run<'a> {
                 .collect(),
             execution: vec![0; ranks],
             starts: vec![Vec::new(); ranks],
+            reaches,
+            begun: vec![Vec::new(); ranks],
             read_from: vec![BTreeMap::new(); ranks],
             seen_packets: HashSet::default(),
             has_ports: plan.has_ports(),
@@ -283,6 +295,7 @@ impl<'a> Run<'a> {
         for cell in self.compiled.layout.caller(rank) {
             self.caller_writes(rank, &joined, &over, stamp, cell);
         }
+        self.begun[rank as usize].push(stamp);
         if let Some(message) = self.geometry.messages.get(execution as usize) {
             let input = self.compiled.layout.input(rank, *message);
             for at in 0..message * u64::from(self.plan.input_blocks) {
@@ -368,18 +381,15 @@ impl<'a> Run<'a> {
 
     /// What must be in granule `at` of `rank`'s output.
     fn expected(&mut self, execution: u32, rank: u32, at: u64, message: u64) -> Option<Value> {
-        let ranks = self.plan.world_size();
         let (block, inside) = ((at / message) as u32, at % message);
-        Some(match self.plan.collective {
-            Collective::AllReduce => self.total(execution, at),
-            Collective::ReduceScatter => self.total(execution, u64::from(rank) * message + at),
-            Collective::AllGather => Value::input(execution, block, inside),
-            Collective::AllToAll => {
-                Value::input(execution, block, u64::from(rank) * message + inside)
-            }
-            Collective::SendRecv => Value::input(execution, (rank + ranks - 1) % ranks, at),
-            Collective::Test => return None,
-        })
+        let at = |block: u32| u64::from(block) * message + inside;
+        match self.plan.content(rank, block) {
+            Content::Any => None,
+            Content::Reduction { block } => Some(self.total(execution, at(block))),
+            Content::Inputs(inputs) => Some(inputs.iter().fold(Value::NONE, |sum, input| {
+                sum.plus(Value::input(execution, input.rank, at(input.block)))
+            })),
+        }
     }
 
     /// The sum of everyone's granule `at`.
@@ -407,13 +417,12 @@ impl<'a> Run<'a> {
         value: Value,
         expected: Value,
     ) {
-        let reduces = matches!(
-            self.plan.collective,
-            Collective::AllReduce | Collective::ReduceScatter
-        );
+        let reduces = self.plan.collective.reduces();
         let ranks = self.plan.world_size();
-        let finished = !reduces || ranks == 1 || !self.divides() || value.finished() == 1;
-        let copied = reduces || !self.divides() || value.finished() == 0;
+        // Of a custom collective, nothing is said about averages.
+        let divides = self.divides() && self.plan.collective != Collective::Custom;
+        let finished = !reduces || ranks == 1 || !divides || value.finished() == 1;
+        let copied = reduces || !divides || value.finished() == 0;
         if value.same_inputs(expected) && finished && copied {
             return;
         }
@@ -665,7 +674,7 @@ impl<'a> Run<'a> {
                     info.id,
                     self.name(last)
                 );
-                self.report(Code::Race, site, reason);
+                self.report_with(Code::Race, site, Some(last), reason);
             }
             self.counters[id].takes.push((stamp, true));
         }
@@ -810,7 +819,7 @@ impl<'a> Run<'a> {
                 info.id,
                 self.name(other)
             );
-            self.report(Code::Race, site, reason);
+            self.report_with(Code::Race, site, Some(other), reason);
         }
         let counter = &mut self.counters[id];
         counter.takes.push((stamp, enough));
@@ -919,7 +928,7 @@ impl<'a> Run<'a> {
             self.write(thread, site, to + at, value, &[]);
             self.cells[to + at].loads = loads;
             if packets {
-                self.mark(block, to + at, epoch);
+                self.mark(block, thread, site, to + at);
             }
         }
         if from != to && from.abs_diff(to) < data.cells {
@@ -998,7 +1007,7 @@ impl<'a> Run<'a> {
         let loads: Vec<Loads> = loads.into_iter().map(Rc::from).collect();
         if last.is_some()
             && self.divides()
-            && self.plan.collective != Collective::Test
+            && !matches!(self.plan.collective, Collective::Test | Collective::Custom)
             && values.iter().any(|value| value.finished() > 0)
         {
             let reason = "it reduces a result that went through a reduction marked `last`, so an average \
@@ -1018,12 +1027,20 @@ impl<'a> Run<'a> {
                 self.write(block, site, at, value, over);
                 self.cells[at].loads = loads.get(index).cloned();
                 if place.packets {
-                    self.mark(block, at, epoch);
+                    self.mark(block, block, site, at);
                 }
             }
         }
-        // What waits for packets ends with a sync: what follows comes after all of them.
-        self.blocks[block].over.extend(over.into_iter().flatten());
+        // What waits for packets ends with a sync: what follows comes after all of them. Of loads elsewhere, the rank
+        // must know only if it writes there itself, or if they are a proxy's, for others.
+        let rank = self.rank_of[block];
+        let layout = &self.compiled.layout;
+        let asks = |(cell, load): &(usize, Stamp)| {
+            let is_own = layout.rank_of(*cell) == rank;
+            is_own || self.reaches[rank as usize] || layout.is_packet(*cell) || self.is_port(*load)
+        };
+        let over: Vec<(usize, Stamp)> = over.into_iter().flatten().filter(asks).collect();
+        self.blocks[block].over.extend(over);
     }
 
     /// Threads of a block work side by side: what one op reads or writes may only overlap exactly.
@@ -1089,7 +1106,7 @@ impl<'a> Run<'a> {
                  packets these are; use another slot for each",
                 self.name(write)
             );
-            self.report(Code::Race, site, reason);
+            self.report_with(Code::Race, site, Some(write), reason);
         }
         value
     }
@@ -1131,12 +1148,29 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// What was written is a packet.
-    fn mark(&mut self, block: usize, at: usize, epoch: u32) {
+    /// What was written, by a block or a proxy on behalf of it, is a packet.
+    fn mark(&mut self, block: usize, thread: usize, site: u32, at: usize) {
+        let epoch = self.epoch(block);
         let writer = self.rank_of[block];
         let cell = &mut self.cells[at];
         cell.again = cell.flag == epoch;
         (cell.flag, cell.writer) = (epoch, writer);
+        // At the end of an execution its half may be cleared, so that no flag ever comes again. What comes later
+        // is cleared another time.
+        let Some(cleared) = epoch.checked_sub(2).filter(|epoch| *epoch > 0) else {
+            return;
+        };
+        let owner = self.compiled.layout.rank_of(at);
+        let next = self.begun[owner as usize].get(cleared as usize);
+        if !next.is_some_and(|next| next.before(&self.clocks[thread])) {
+            let what = self.describe_at(site, at);
+            let reason = format!(
+                "{what} is written here, but rank {owner} may still be in its last execution but one, at whose end \
+                 it may clear what it has received in that; send only after a packet or a signal that rank {owner} \
+                 has sent since, in this execution or the one before"
+            );
+            self.report(Code::Race, site, reason);
+        }
     }
 
     // --- reports ---
@@ -1165,7 +1199,7 @@ impl<'a> Run<'a> {
             )
         };
         let reason = format!("{what} is {here} here and {there} by {who}, in no order; {advice}");
-        self.report(Code::Race, site, reason);
+        self.report_with(Code::Race, site, Some(other), reason);
     }
 
     fn sites_equal(&self, a: u32, b: u32) -> bool {
@@ -1180,6 +1214,17 @@ impl<'a> Run<'a> {
     fn describe_at(&self, site: u32, at: usize) -> String {
         let rank = self.compiled.sites[site as usize].rank;
         self.compiled.layout.describe(at, self.chunk(rank))
+    }
+
+    /// An event's place, unless it is the caller's.
+    fn place(&self, stamp: Stamp) -> Option<Place> {
+        let site = self.compiled.sites.get(stamp.site as usize)?;
+        Some(Place {
+            rank: site.rank,
+            thread_block: site.block,
+            op: site.op,
+            inner: site.inner,
+        })
     }
 
     /// An event's place in words.
@@ -1211,6 +1256,8 @@ impl<'a> Run<'a> {
                 rank: (stamp.time != 0).then(|| self.owner(stamp)),
                 thread_block: None,
                 op: None,
+                inner: None,
+                other: None,
                 code,
                 message: format!("{reason}{}", self.note),
             });
@@ -1219,6 +1266,10 @@ impl<'a> Run<'a> {
 
     /// One report of a kind for each operation.
     fn report(&mut self, code: Code, site: u32, reason: String) {
+        self.report_with(code, site, None, reason);
+    }
+
+    fn report_with(&mut self, code: Code, site: u32, other: Option<Stamp>, reason: String) {
         if self.diagnostics.len() >= self.max || !self.seen.insert((code, site, 0)) {
             return;
         }
@@ -1231,6 +1282,8 @@ impl<'a> Run<'a> {
             rank: Some(site.rank),
             thread_block: Some(site.block),
             op: Some(site.op),
+            inner: site.inner,
+            other: other.and_then(|other| self.place(other)),
             code,
             message: format!("{inside}{reason}{}", self.note),
         });

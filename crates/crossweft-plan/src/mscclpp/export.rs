@@ -4,7 +4,7 @@ use crossweft_device::ReduceOp;
 
 use super::format::{
     self, ChannelIds, ChannelType, Channels, Chunk, File, Gpu, Iterations, Letter, Name,
-    Op as FileOp, RankGroup, RemoteBuffer, RemoteBufferIds, Semaphore, Slice, ThreadBlock,
+    Op as FileOp, RankGroup, RemoteBuffer, RemoteBufferIds, Semaphore, Slice, ThreadBlock, caps,
 };
 use crate::plan::{
     Buffer, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, RankProgram,
@@ -44,6 +44,7 @@ pub fn export(plan: &Plan) -> Result<String, PlanError> {
             Collective::AllToAll => "alltoall",
             Collective::SendRecv => "sendrecv",
             Collective::Test => "test",
+            other => return Err(whole(format!("MSCCL++ has no {}", other.name()))),
         }
         .to_owned(),
         protocol: if plan.packet_slots > 0 {
@@ -416,7 +417,7 @@ impl Writer<'_> {
         for kind in [ChannelKind::Memory, ChannelKind::Port] {
             let of_kind = |id: &&u32| self.program.channels[**id as usize].kind == kind;
             let ids: Vec<u32> = channels.iter().filter(of_kind).copied().collect();
-            if !ids.is_empty() {
+            for ids in ids.chunks(caps::OP_CHANNELS) {
                 let channel_ids = ids.iter().map(|&id| self.channel(id)).collect();
                 self.push(FileOp {
                     name,
@@ -429,11 +430,13 @@ impl Writer<'_> {
     }
 
     fn semaphores(&mut self, name: Name, semaphores: &[u32]) {
-        self.push(FileOp {
-            name,
-            semaphore_ids: semaphores.to_vec(),
-            ..FileOp::default()
-        });
+        for semaphores in semaphores.chunks(caps::OP_SEMAPHORES) {
+            self.push(FileOp {
+                name,
+                semaphore_ids: semaphores.to_vec(),
+                ..FileOp::default()
+            });
+        }
     }
 
     /// The thread block's number of a channel of the rank.
@@ -613,12 +616,8 @@ impl Writer<'_> {
             for to in own {
                 self.data(Name::UnpackPackets, (chunks, &from, &[to]), memory);
             }
-            if !peers_packets.is_empty() {
-                self.data(
-                    Name::ReadPutPackets,
-                    (chunks, &from, &peers_packets),
-                    memory,
-                );
+            for to in peers_packets.chunks(caps::OP_BUFFERS) {
+                self.data(Name::ReadPutPackets, (chunks, &from, to), memory);
             }
             self.sync = true;
             return Ok(());
@@ -631,9 +630,9 @@ impl Writer<'_> {
         }
         // Pair by pair.
         for (name, to) in [(Name::Put, peers), (Name::PutPackets, peers_packets)] {
-            if !to.is_empty() {
+            for to in to.chunks(caps::OP_BUFFERS) {
                 let sources = vec![from[0]; to.len()];
-                self.data(name, (chunks, &sources, &to), memory);
+                self.data(name, (chunks, &sources, to), memory);
             }
         }
         Ok(())

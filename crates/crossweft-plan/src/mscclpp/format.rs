@@ -291,14 +291,14 @@ pub(super) fn clean(text: &str, longest: usize) -> String {
 }
 
 /// What the executor of MSCCL++ has room for.
-mod caps {
-    pub(super) const OPS: usize = 64;
-    pub(super) const CHANNELS: usize = 16;
-    pub(super) const REMOTE_BUFFERS: usize = 16;
-    pub(super) const OP_CHANNELS: usize = 8;
-    pub(super) const OP_BUFFERS: usize = 10;
-    pub(super) const BARRIERS: usize = 16;
-    pub(super) const OP_SEMAPHORES: usize = 16;
+pub(super) mod caps {
+    pub(in crate::mscclpp) const OPS: usize = 64;
+    pub(in crate::mscclpp) const CHANNELS: usize = 16;
+    pub(in crate::mscclpp) const REMOTE_BUFFERS: usize = 16;
+    pub(in crate::mscclpp) const OP_CHANNELS: usize = 8;
+    pub(in crate::mscclpp) const OP_BUFFERS: usize = 10;
+    pub(in crate::mscclpp) const BARRIERS: usize = 16;
+    pub(in crate::mscclpp) const OP_SEMAPHORES: usize = 16;
 }
 
 /// Where a file passes the limits of their executor: one line a limit, the first place named.

@@ -9,9 +9,9 @@ use super::format::{
     self, ChannelType, Channels, Chunk, File, Gpu, Letter, Name, Op as FileOp, ThreadBlock,
 };
 use crate::json::MAX_BYTES;
+use crate::place::{Data, Kind, Raw, SPARE, in_larger_buffer, place_all};
 use crate::plan::{
-    Buffer, Channel, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, RankProgram,
-    Switch,
+    Buffer, Channel, ChannelKind, Collective, InPlace, Op, Operand, Plan, RankProgram, Switch,
 };
 use crate::validate::{PlanError, limits};
 
@@ -193,7 +193,7 @@ impl Shape {
 
     /// Chunk `index` of `rank`'s buffer; in place, of the larger one.
     fn user(&self, rank: u32, letter: Letter, index: u32, size: u32) -> Result<Operand, String> {
-        let (mut buffer, blocks, name) = match letter {
+        let (buffer, blocks, name) = match letter {
             Letter::Input => (Buffer::Input, self.input_blocks, "input"),
             _ => (Buffer::Output, self.output_blocks, "output"),
         };
@@ -204,76 +204,22 @@ impl Shape {
                 "chunks {index} to {end} of the {name}, which has {have}"
             ));
         }
-        let mut index = index;
-        if self.in_place {
-            // A block of the larger buffer is the smaller one. This cannot pass the larger one's end,
-            // which has as many blocks as there are ranks.
-            match (self.collective, buffer) {
-                (Collective::AllGather, Buffer::Input) => {
-                    (buffer, index) = (Buffer::Output, rank * self.chunks + index);
-                }
-                (Collective::ReduceScatter, Buffer::Output) => {
-                    (buffer, index) = (Buffer::Input, rank * self.chunks + index);
-                }
-                (
-                    Collective::AllReduce | Collective::AllToAll | Collective::SendRecv,
-                    Buffer::Output,
-                ) => buffer = Buffer::Input,
-                _ => {}
-            }
-        }
+        let (buffer, index) = if self.in_place {
+            in_larger_buffer(self.collective, self.chunks, rank, buffer, index)
+        } else {
+            (buffer, index)
+        };
         Ok(Operand::new(rank, buffer, index))
     }
-}
-
-/// An operation before its chunks are placed in a message.
-#[derive(Debug)]
-enum Raw {
-    Data(Data),
-    Loop {
-        unit_bytes: u64,
-        chunks: u32,
-        ops: Vec<Raw>,
-    },
-    Other(Op),
-}
-
-#[derive(Debug)]
-struct Data {
-    kind: Kind,
-    from: Vec<Operand>,
-    to: Vec<Operand>,
-    count: u32,
-    slice: (u32, u32),
 }
 
 /// What an operation does, what it reads, and what it writes.
 type DataOp = (Kind, Vec<Operand>, Vec<Operand>);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Move {
-        switch: Option<u32>,
-    },
-    Reduce {
-        switch: Option<u32>,
-    },
-    Put {
-        channel: u32,
-        signal: bool,
-        flush: bool,
-    },
-}
-
-impl Data {
-    fn operands(&self) -> impl Iterator<Item = &Operand> {
-        self.from.iter().chain(&self.to)
-    }
-}
-
-fn in_message(operand: &Operand) -> bool {
-    matches!(operand.buffer, Buffer::Input | Buffer::Output)
-}
+const REDUCE: Kind = Kind::Reduce {
+    switch: None,
+    last: false,
+};
 
 struct Import<'a> {
     file: &'a File,
@@ -552,7 +498,7 @@ impl Import<'_> {
             Name::Reduce | Name::ReduceSend | Name::ReadReduce | Name::ReadReduceSend => {
                 let from = all(&op.src_buff, plain)?;
                 let to = all(&op.dst_buff, plain)?;
-                push(Kind::Reduce { switch: None }, from, to);
+                push(REDUCE, from, to);
             }
             Name::ReducePackets
             | Name::ReduceCopyPackets
@@ -564,7 +510,7 @@ impl Import<'_> {
                 let (result, copies) = op.dst_buff.split_first().ok_or("it has no destination")?;
                 let mut to = vec![plain(result)?];
                 to.extend(all(copies, packets)?);
-                push(Kind::Reduce { switch: None }, from, to);
+                push(REDUCE, from, to);
             }
             Name::SwitchReduceStore
             | Name::SwitchStore
@@ -599,7 +545,7 @@ impl Import<'_> {
             let size = chunk.size;
             let (from, _) = place.members(&shape, numbered, id, index, size, Role::Plain)?;
             let to = vec![local(&chunk, Role::Plain)?];
-            return Ok(vec![(Kind::Reduce { switch: None }, from, to)]);
+            return Ok(vec![(REDUCE, from, to)]);
         }
         if op.src_buff.len() != op.dst_buff.len() {
             let (from, to) = (op.src_buff.len(), op.dst_buff.len());
@@ -618,7 +564,14 @@ impl Import<'_> {
                 let (from, source_hint) =
                     place.members(&shape, numbered, id(src)?, src.index, src.size, role)?;
                 let switch = Some(hint).filter(|_| hint == source_hint);
-                data.push((Kind::Reduce { switch }, from, to));
+                data.push((
+                    Kind::Reduce {
+                        switch,
+                        last: false,
+                    },
+                    from,
+                    to,
+                ));
                 continue;
             }
             let from = match role {
@@ -636,31 +589,18 @@ impl Import<'_> {
     }
 
     /// Places everything in the message.
-    fn finish(mut self, name: String, warnings: &mut Vec<String>) -> Plan {
-        let slots = Slots::renumber(&mut self.raw, &self.spare_slots);
-        let mut classes = Classes::new(self.shape.chunks);
-        for data in all_data(&self.raw) {
-            classes.join(data);
-        }
-        // Slices are of an operation's own chunks. Where one of a group is split, all are: those
-        // that hand its data on have the same slices only if they are split alike.
-        let sliced = |data: &&Data| data.slice.1 > 1;
-        let chunks = self.shape.chunks;
-        let split_slices = all_data(&self.raw)
-            .filter(sliced)
-            .any(|data| classes.pieces(data, false).nth(1).is_some());
+    fn finish(self, name: String, warnings: &mut Vec<String>) -> Plan {
+        let placed = place_all(self.raw, &self.spare_slots, self.shape.chunks);
         let ranks = self
             .programs
             .into_iter()
-            .zip(&self.raw)
-            .map(|(numbered, blocks)| {
-                let mut program = numbered.program;
-                let of_block = |raw: &Vec<Raw>| place(raw, &mut classes, split_slices);
-                program.blocks = blocks.iter().map(of_block).collect();
-                program
+            .zip(placed.blocks)
+            .map(|(numbered, blocks)| RankProgram {
+                blocks,
+                ..numbered.program
             })
             .collect();
-        if slots.packets > 0 && self.file.protocol != "LL" {
+        if placed.packet_slots > 0 && self.file.protocol != "LL" {
             warnings.push(format!(
                 "it sends packets although its protocol is `{}`",
                 format::clean(&self.file.protocol, 40)
@@ -668,6 +608,7 @@ impl Import<'_> {
         }
         let Shape {
             collective,
+            chunks,
             in_place,
             input_blocks,
             output_blocks,
@@ -685,13 +626,14 @@ impl Import<'_> {
                 InPlace::Forbidden
             },
             chunks,
-            equal_chunks: classes.conflict,
+            equal_chunks: placed.equal_chunks,
             input_blocks,
             output_blocks,
+            outputs: Vec::new(),
             message_bytes,
-            scratch_slots: slots.plain,
-            double_scratch: self.file.use_double_scratch_buffer && slots.plain > 0,
-            packet_slots: slots.packets,
+            scratch_slots: placed.scratch_slots,
+            double_scratch: self.file.use_double_scratch_buffer && placed.scratch_slots > 0,
+            packet_slots: placed.packet_slots,
             ranks,
         }
     }
@@ -932,256 +874,4 @@ fn fan_outs(
         }
     }
     Ok(moves)
-}
-
-/// Where the scratch slots that the file does not know of begin, until they are numbered.
-const SPARE: u32 = limits::CHUNKS;
-
-fn all_data(raw: &[Vec<Vec<Raw>>]) -> impl Iterator<Item = &Data> {
-    raw.iter().flatten().flatten().flat_map(|raw| {
-        let inner = match raw {
-            Raw::Loop { ops, .. } => &ops[..],
-            raw => std::slice::from_ref(raw),
-        };
-        inner.iter().filter_map(|raw| match raw {
-            Raw::Data(data) => Some(data),
-            _ => None,
-        })
-    })
-}
-
-/// How many slots there are, after numbering them from the first one in use.
-struct Slots {
-    plain: u32,
-    packets: u32,
-}
-
-impl Slots {
-    fn renumber(raw: &mut [Vec<Vec<Raw>>], spare: &[u32]) -> Self {
-        // First and end of those in use.
-        let mut plain = (u32::MAX, 0);
-        let mut packets = (u32::MAX, 0);
-        for data in all_data(raw) {
-            for operand in data.operands() {
-                let range = match operand.buffer {
-                    Buffer::Scratch if operand.index < SPARE => &mut plain,
-                    Buffer::Packets => &mut packets,
-                    _ => continue,
-                };
-                range.0 = range.0.min(operand.index);
-                range.1 = range.1.max(operand.index + data.count);
-            }
-        }
-        let length = |(first, end): (u32, u32)| end.saturating_sub(first);
-        let known = length(plain);
-        let renumber = |operand: &mut Operand| match operand.buffer {
-            Buffer::Scratch if operand.index >= SPARE => {
-                operand.index = operand.index - SPARE + known
-            }
-            Buffer::Scratch => operand.index -= plain.0,
-            Buffer::Packets => operand.index -= packets.0,
-            _ => {}
-        };
-        for raw in raw.iter_mut().flatten().flatten() {
-            let inner = match raw {
-                Raw::Loop { ops, .. } => &mut ops[..],
-                raw => std::slice::from_mut(raw),
-            };
-            for raw in inner {
-                if let Raw::Data(data) = raw {
-                    data.from.iter_mut().chain(&mut data.to).for_each(renumber);
-                }
-            }
-        }
-        let spare = spare.iter().copied().max().unwrap_or(0);
-        Self {
-            plain: known.saturating_add(spare),
-            packets: length(packets),
-        }
-    }
-}
-
-/// Which chunk of the message lies in which scratch slot, as far as the operations tell: slots that
-/// one of them handles together hold the same chunk.
-struct Classes {
-    chunks: u32,
-    numbers: HashMap<Operand, usize>,
-    /// The class's parent and, at its root, its chunk.
-    classes: Vec<(usize, Option<u32>)>,
-    /// Whether some slot would hold two different chunks.
-    conflict: bool,
-}
-
-impl Classes {
-    fn new(chunks: u32) -> Self {
-        Self {
-            chunks,
-            numbers: HashMap::new(),
-            classes: Vec::new(),
-            conflict: false,
-        }
-    }
-
-    fn join(&mut self, data: &Data) {
-        if !data.operands().any(|operand| !in_message(operand)) {
-            return;
-        }
-        for k in 0..data.count {
-            let mut chunk = data
-                .operands()
-                .find(|o| in_message(o))
-                .map(|o| (o.index + k) % self.chunks);
-            let mut root = None;
-            for operand in data.operands().filter(|o| !in_message(o)) {
-                let number = self.number(*operand, k);
-                let other = self.root(number);
-                let Some(first) = root else {
-                    root = Some(other);
-                    continue;
-                };
-                if first != other {
-                    let label = self.classes[other].1;
-                    self.classes[other] = (first, None);
-                    self.label(first, label);
-                }
-            }
-            if let Some(root) = root {
-                self.label(root, chunk.take());
-            }
-        }
-    }
-
-    fn label(&mut self, root: usize, chunk: Option<u32>) {
-        match (self.classes[root].1, chunk) {
-            (Some(known), Some(chunk)) => self.conflict |= known != chunk,
-            (None, Some(chunk)) => self.classes[root].1 = Some(chunk),
-            (_, None) => {}
-        }
-    }
-
-    fn number(&mut self, operand: Operand, k: u32) -> usize {
-        let slot = Operand {
-            index: operand.index + k,
-            ..operand
-        };
-        let classes = &mut self.classes;
-        *self.numbers.entry(slot).or_insert_with(|| {
-            classes.push((classes.len(), None));
-            classes.len() - 1
-        })
-    }
-
-    fn root(&mut self, mut number: usize) -> usize {
-        while self.classes[number].0 != number {
-            let parent = self.classes[number].0;
-            self.classes[number].0 = self.classes[parent].0;
-            number = parent;
-        }
-        number
-    }
-
-    /// The chunk of the message that the `k`-th chunk of an operation is.
-    fn chunk(&mut self, data: &Data, k: u32) -> u32 {
-        if let Some(operand) = data.operands().find(|o| in_message(o)) {
-            return (operand.index + k) % self.chunks;
-        }
-        let Some(&operand) = data.operands().next() else {
-            return 0;
-        };
-        let number = self.number(operand, k);
-        let root = self.root(number);
-        // If nothing tells, the largest chunk there is.
-        self.classes[root].1.unwrap_or(0)
-    }
-
-    /// The parts of an operation that lie in one block each, and whose chunks follow one another:
-    /// `(offset, first chunk, count)`.
-    fn pieces(
-        &mut self,
-        data: &Data,
-        single: bool,
-    ) -> impl Iterator<Item = (u32, u32, u32)> + use<> {
-        let mut pieces: Vec<(u32, u32, u32)> = Vec::new();
-        for k in 0..data.count {
-            let chunk = self.chunk(data, k);
-            let crosses = data
-                .operands()
-                .any(|o| in_message(o) && (o.index + k).is_multiple_of(self.chunks));
-            match pieces.last_mut() {
-                Some((_, first, count)) if !single && !crosses && *first + *count == chunk => {
-                    *count += 1;
-                }
-                _ => pieces.push((k, chunk, 1)),
-            }
-        }
-        pieces.into_iter()
-    }
-}
-
-/// The operations of a thread block, or of a loop, with their chunks in place.
-fn place(raw: &[Raw], classes: &mut Classes, split_slices: bool) -> Vec<Op> {
-    let mut ops = Vec::new();
-    for raw in raw {
-        match raw {
-            Raw::Other(op) => ops.push(op.clone()),
-            Raw::Loop {
-                unit_bytes,
-                chunks,
-                ops: inner,
-            } => ops.push(Op::Loop {
-                unit_bytes: *unit_bytes,
-                chunks: *chunks,
-                ops: place(inner, classes, split_slices),
-            }),
-            Raw::Data(data) => {
-                let pieces = classes.pieces(data, split_slices && data.slice.1 > 1);
-                let all: Vec<_> = pieces.collect();
-                let last = all.len() - 1;
-                for (number, (offset, first, count)) in all.into_iter().enumerate() {
-                    ops.push(data.piece(offset, first, count, number == last));
-                }
-            }
-        }
-    }
-    ops
-}
-
-impl Data {
-    fn piece(&self, offset: u32, first: u32, count: u32, is_last: bool) -> Op {
-        let (index, of) = self.slice;
-        let chunks = Chunks::new(first, count).sliced(index, of);
-        let at = |operand: &Operand| Operand {
-            index: operand.index + offset,
-            ..*operand
-        };
-        let all = |operands: &[Operand]| operands.iter().map(at).collect();
-        match self.kind {
-            Kind::Move { switch } => Op::Move {
-                chunks,
-                from: at(&self.from[0]),
-                to: all(&self.to),
-                switch,
-            },
-            Kind::Reduce { switch } => Op::Reduce {
-                chunks,
-                from: all(&self.from),
-                to: all(&self.to),
-                last: false,
-                switch,
-            },
-            // One signal in all, behind everything.
-            Kind::Put {
-                channel,
-                signal,
-                flush,
-            } => Op::Put {
-                chunks,
-                from: at(&self.from[0]),
-                to: at(&self.to[0]),
-                channel,
-                signal: signal && is_last,
-                flush: flush && is_last,
-            },
-        }
-    }
 }

@@ -29,6 +29,7 @@
 //! * [`Op::Sync`](crate::Op::Sync) appears where an operation of ours implies one.
 //! * Destinations of several kinds, and reductions that no operation of theirs does at once, become
 //!   several operations.
+//! * So do those on more channels, semaphores or destinations than an operation of theirs has room for.
 //! * Packets make plain scratch memory double as well.
 mod export;
 mod format;

@@ -1,0 +1,711 @@
+//! Communicators, and what is prepared on them.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crossweft_collective::{
+    AllReduce, AllReduceOptions, Communicator as Core, CommunicatorOptions, DataType, Devices,
+    ReduceOp,
+};
+use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
+use crossweft_hal::{Device, cuda};
+use crossweft_net::launch::Job;
+use crossweft_net::{Bind, Cancel, NetError, Rendezvous, RendezvousOptions, UniqueId as CoreId};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::{self, Exception};
+use crate::plan::{self, Plan};
+use crate::tensor::{Place, Tensor};
+use crate::wait::{Signals, interruptible};
+
+fn net(error: &NetError) -> PyErr {
+    error::net(error).into()
+}
+
+/// What a rank needs to join a job; whoever made it hosts the rendezvous.
+#[pyclass(frozen, module = "crossweft")]
+#[derive(Debug)]
+pub(crate) struct UniqueId {
+    id: CoreId,
+    /// In the process that made it.
+    _rendezvous: Option<Rendezvous>,
+}
+
+#[pymethods]
+impl UniqueId {
+    /// Starts a rendezvous on `bind` and makes its id.
+    #[new]
+    #[pyo3(signature = (*, bind = "loopback", port = 0, timeout = 600.0))]
+    fn new(bind: &str, port: u16, timeout: f64) -> PyResult<Self> {
+        let options = RendezvousOptions {
+            bind: bind.parse::<Bind>().map_err(|error| net(&error))?,
+            port,
+            timeout: plan::duration(timeout)?,
+        };
+        let rendezvous = Rendezvous::start(&options).map_err(|error| net(&error))?;
+        Ok(Self {
+            id: rendezvous.unique_id(),
+            _rendezvous: Some(rendezvous),
+        })
+    }
+
+    #[staticmethod]
+    fn from_bytes(bytes: &[u8]) -> PyResult<Self> {
+        let bytes = bytes.try_into().map_err(|_| {
+            Exception::usage(format!("a unique id has 128 bytes, not {}", bytes.len()))
+        })?;
+        Ok(Self {
+            id: CoreId::from_bytes(bytes).map_err(|error| net(&error))?,
+            _rendezvous: None,
+        })
+    }
+
+    #[staticmethod]
+    fn from_text(text: &str) -> PyResult<Self> {
+        Ok(Self {
+            id: text.parse().map_err(|error: NetError| net(&error))?,
+            _rendezvous: None,
+        })
+    }
+
+    fn __bytes__<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.id.to_bytes())
+    }
+
+    fn __str__(&self) -> String {
+        self.id.to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        // Without the secret: it ends up in logs.
+        format!("<UniqueId at {}>", self.id.address())
+    }
+
+    fn __reduce__<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
+        let make = py.get_type::<Self>().getattr("from_bytes")?;
+        Ok((make, (self.__bytes__(py),)))
+    }
+}
+
+/// One rank of a job.
+#[pyclass(frozen, module = "crossweft")]
+#[derive(Debug)]
+pub(crate) struct Communicator {
+    core: Core,
+    signals: Signals,
+    plans: Mutex<HashMap<PlanKey, Arc<Staged>>>,
+    /// Those that larger ones have replaced: a GPU may still be working on their last launch.
+    replaced: Mutex<Vec<Arc<Staged>>>,
+    replaced_all_reduces: Mutex<Vec<Arc<Prepared>>>,
+    all_reduces: Mutex<HashMap<(DataType, ReduceOp), Arc<Prepared>>>,
+}
+
+/// What a plan is prepared for, apart from the size.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct PlanKey {
+    plan: String,
+    dtype: DataType,
+    op: ReduceOp,
+    /// Whether it takes host buffers on a device that cannot reach them.
+    staged: bool,
+}
+
+#[derive(Debug)]
+struct Prepared {
+    all_reduce: AllReduce,
+    max_bytes: u64,
+}
+
+fn devices(name: &str, local_size: u32) -> PyResult<Devices> {
+    match name {
+        "cpu" => Ok(Devices::Cpu),
+        "auto" => Ok(Devices::best(local_size)),
+        "cuda" => Devices::cuda().map_err(|error| {
+            Exception::new("DeviceError", format!("{error}; or use device=\"cpu\"")).into()
+        }),
+        name => Err(Exception::usage(format!(
+            "there is no device `{name}`; give \"cpu\", \"cuda\" or \"auto\""
+        ))),
+    }
+}
+
+/// Room for the size that is asked for, and for somewhat larger ones.
+fn room(bytes: u64) -> u64 {
+    bytes
+        .max(1 << 16)
+        .checked_next_power_of_two()
+        .unwrap_or(bytes)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Communicator {
+    fn join(
+        py: Python<'_>,
+        join: impl FnOnce(Cancel) -> Result<Core, crossweft_collective::CollectiveError> + Send,
+    ) -> PyResult<Self> {
+        let cancel = Cancel::new().map_err(|error| net(&error))?;
+        let given = cancel.clone();
+        let core = interruptible(py, move || join(given), |reason| cancel.cancel(reason))?
+            .map_err(|error| error::of_call(&error, None))?;
+        let signals = Signals::default();
+        let asked = signals.clone();
+        core.interrupt_when(move || asked.ask());
+        Ok(Self {
+            core,
+            signals,
+            plans: Mutex::default(),
+            replaced: Mutex::default(),
+            replaced_all_reduces: Mutex::default(),
+            all_reduces: Mutex::default(),
+        })
+    }
+
+    /// Does something collective that is not a launch.
+    fn together<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&Core) -> Result<T, crossweft_collective::CollectiveError> + Send,
+    ) -> PyResult<T> {
+        let done = interruptible(py, || work(&self.core), |reason| self.core.abort(reason))?;
+        done.map_err(|error| self.failed(&error))
+    }
+
+    fn failed(&self, error: &crossweft_collective::CollectiveError) -> PyErr {
+        self.signals.or(error::of_call(error, Some(&self.core)))
+    }
+
+    /// The plan, prepared for messages of `bytes` bytes at least. Collective if it is not there yet.
+    fn prepared(
+        &self,
+        py: Python<'_>,
+        plan: &Plan,
+        (dtype, op, staged): (DataType, ReduceOp, bool),
+        bytes: u64,
+    ) -> PyResult<Arc<Staged>> {
+        let key = PlanKey {
+            plan: plan.key().to_owned(),
+            dtype,
+            op,
+            staged,
+        };
+        if let Some(found) = lock(&self.plans).get(&key)
+            && found.max_bytes() >= bytes
+        {
+            return Ok(Arc::clone(found));
+        }
+        plan.accepted(py)?;
+        let prepared = self.prepare_plan(py, plan, (dtype, op, staged), room(bytes))?;
+        let replaced = lock(&self.plans).insert(key, Arc::clone(&prepared));
+        lock(&self.replaced).extend(replaced);
+        Ok(prepared)
+    }
+
+    fn prepare_plan(
+        &self,
+        py: Python<'_>,
+        plan: &Plan,
+        (dtype, op, staged): (DataType, ReduceOp, bool),
+        max_bytes: u64,
+    ) -> PyResult<Arc<Staged>> {
+        let options = Options::new(dtype, op, max_bytes);
+        let stage = if staged {
+            Stage::Always
+        } else {
+            Stage::WhereNeeded
+        };
+        self.together(py, |core| core.prepare(&plan.core, options, stage))
+            .map(Arc::new)
+    }
+
+    /// An all-reduce for messages of `bytes` bytes at least. Collective if it is not there yet.
+    fn prepared_all_reduce(
+        &self,
+        py: Python<'_>,
+        key: (DataType, ReduceOp),
+        bytes: u64,
+    ) -> PyResult<Arc<Prepared>> {
+        if let Some(found) = lock(&self.all_reduces).get(&key)
+            && found.max_bytes >= bytes
+        {
+            return Ok(Arc::clone(found));
+        }
+        let max_bytes = room(bytes);
+        let options = AllReduceOptions::new(key.0, key.1, max_bytes);
+        let all_reduce = self.together(py, |core| core.all_reduce(options))?;
+        let prepared = Arc::new(Prepared {
+            all_reduce,
+            max_bytes,
+        });
+        let replaced = lock(&self.all_reduces).insert(key, Arc::clone(&prepared));
+        lock(&self.replaced_all_reduces).extend(replaced);
+        Ok(prepared)
+    }
+
+    fn launch_all_reduce(
+        &self,
+        py: Python<'_>,
+        all_reduce: &AllReduce,
+        operands: &mut Operands,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        if operands.place() == Place::Host {
+            refuse_stream(stream)?;
+            let run = || match &mut operands.output {
+                // SAFETY: nobody else uses them until the call has ended, or gets what comes of it; they do
+                // not overlap.
+                Some(output) => unsafe { all_reduce.run(operands.input.read(), output.write()) },
+                // SAFETY: as above.
+                None => unsafe { all_reduce.run_in_place(operands.input.write()) },
+            };
+            return py.detach(run).map_err(|error| self.failed(&error));
+        }
+        let stream = self.stream(stream.or(operands.input.stream).unwrap_or(0))?;
+        let bytes = operands.input.bytes;
+        let (input, output) = operands.addresses();
+        let (prepared, piece) = all_reduce
+            .select(bytes)
+            .map_err(|error| self.failed(&error))?;
+        let launch = || {
+            let mut done = 0;
+            while done < bytes {
+                let buffers = RawBuffers {
+                    input: input + done,
+                    output: output + done,
+                    input_offset: 0,
+                    output_offset: 0,
+                    bytes: (bytes - done).min(piece as u64),
+                };
+                // SAFETY: device memory of the tensors, contiguous, checked not to overlap; libraries keep
+                // what is used on their streams, and what is prepared is kept by `self`. The stream orders it.
+                unsafe { prepared.launch_on_cuda(&stream, &buffers, self.limit()) }?;
+                done += buffers.bytes;
+            }
+            Ok(())
+        };
+        py.detach(launch)
+            .map_err(|error: ExecutorError| self.failed(&error.into()))
+    }
+
+    /// Whether `place` is where this rank computes; memory elsewhere that it can reach by copying is not.
+    fn computes_on(&self, place: Place) -> PyResult<bool> {
+        match (self.core.device(), place) {
+            (Device::Cpu, Place::Host) => Ok(true),
+            (Device::Cuda(_), Place::Host) => Ok(false),
+            (Device::Cuda(context), Place::Cuda(ordinal))
+                if ordinal.is_none_or(|ordinal| ordinal == context.device().ordinal()) =>
+            {
+                Ok(true)
+            }
+            (device, place) => Err(Exception::tensor(format!(
+                "the tensor is on {place}, but this communicator computes on {}; make one with \
+                 device=\"cuda\" that has the tensor's device, or copy the tensor to the host",
+                describe(device)
+            ))),
+        }
+    }
+
+    fn limit(&self) -> Duration {
+        self.core.timeout()
+    }
+
+    fn stream(&self, handle: u64) -> PyResult<cuda::Stream> {
+        match self.core.device() {
+            // SAFETY: what the tensor's library, or the caller, calls a stream of this device; it lives as
+            // long as the call, and the driver refuses what is none.
+            Device::Cuda(context) => Ok(unsafe { cuda::Stream::from_raw(context, handle) }),
+            _ => Err(Exception::usage(
+                "a stream was given, but the communicator is on the CPU",
+            )),
+        }
+    }
+
+    /// Runs what is prepared on these tensors.
+    fn launch(
+        &self,
+        py: Python<'_>,
+        staged: &Staged,
+        operands: &mut Operands,
+        blocks: (u32, u32),
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let limit = self.limit();
+        if operands.place() != Place::Host {
+            let handle = stream.or(operands.input.stream).unwrap_or(0);
+            let stream = self.stream(handle)?;
+            let (input, output) = operands.addresses();
+            let bytes = operands.message(blocks);
+            // SAFETY: device memory of the tensors, contiguous, checked not to overlap; libraries keep what
+            // is used on their streams. The launch is ordered by the stream, as everything of theirs is.
+            let launched = py
+                .detach(|| unsafe { staged.launch_on_cuda(&stream, input, output, bytes, limit) });
+            return launched.map_err(|error| self.failed(&error.into()));
+        }
+        refuse_stream(stream)?;
+        let run = || match &mut operands.output {
+            // SAFETY: nobody else uses them until the call has ended, or gets what comes of it; they do not
+            // overlap.
+            Some(output) => unsafe { staged.run(operands.input.read(), output.write(), limit) },
+            // SAFETY: as above.
+            None => unsafe { staged.run_in_place(operands.input.write(), limit) },
+        };
+        py.detach(run).map_err(|error| self.failed(&error.into()))
+    }
+}
+
+/// Host tensors are on no stream.
+fn refuse_stream(stream: Option<u64>) -> PyResult<()> {
+    match stream {
+        None => Ok(()),
+        Some(_) => Err(Exception::usage(
+            "a stream was given, but the tensors are on the host",
+        )),
+    }
+}
+
+fn describe(device: &Device) -> String {
+    match device {
+        Device::Cuda(context) => format!("cuda:{}", context.device().ordinal()),
+        device => device.name().to_owned(),
+    }
+}
+
+/// The tensors of a call.
+struct Operands {
+    input: Tensor,
+    /// `None` if the call is in place.
+    output: Option<Tensor>,
+}
+
+impl Operands {
+    fn new(
+        input: &Bound<'_, PyAny>,
+        output: Option<&Bound<'_, PyAny>>,
+        dtype: Option<DataType>,
+        stream: Option<u64>,
+    ) -> PyResult<Self> {
+        let input = Tensor::new(input, "input", dtype, stream)?;
+        let Some(output) = output else {
+            let input = input.writable("tensor of a call in place")?;
+            return Ok(Self {
+                input,
+                output: None,
+            });
+        };
+        let output = Tensor::new(output, "output", dtype, stream)?.writable("output")?;
+        if output.dtype != input.dtype {
+            return Err(Exception::tensor(format!(
+                "the input has elements of {}, the output of {}",
+                input.dtype, output.dtype
+            )));
+        }
+        if output.place != input.place {
+            return Err(Exception::tensor(format!(
+                "the input is on {}, the output on {}",
+                input.place, output.place
+            )));
+        }
+        if (input.address, input.bytes) == (output.address, output.bytes) {
+            return Ok(Self {
+                input: output,
+                output: None,
+            });
+        }
+        if input.overlaps(&output) {
+            return Err(Exception::tensor(
+                "input and output overlap; give one tensor for a call in place",
+            ));
+        }
+        Ok(Self {
+            input,
+            output: Some(output),
+        })
+    }
+
+    fn place(&self) -> Place {
+        self.input.place
+    }
+
+    fn addresses(&self) -> (u64, u64) {
+        let output = self.output.as_ref().unwrap_or(&self.input);
+        (self.input.address, output.address)
+    }
+
+    /// Bytes of the message, if all is as large as it should be; the executor finds out otherwise.
+    fn message(&self, (input_blocks, output_blocks): (u32, u32)) -> u64 {
+        let (bytes, blocks) = match &self.output {
+            None => (self.input.bytes, input_blocks.max(output_blocks)),
+            Some(_) if input_blocks > 0 => (self.input.bytes, input_blocks),
+            Some(output) => (output.bytes, output_blocks),
+        };
+        bytes / u64::from(blocks.max(1))
+    }
+}
+
+#[pymethods]
+impl Communicator {
+    #[new]
+    #[pyo3(signature = (rank, world_size, unique_id, *, device = "cpu", timeout = 600.0))]
+    fn new(
+        py: Python<'_>,
+        rank: u32,
+        world_size: u32,
+        unique_id: &Bound<'_, UniqueId>,
+        device: &str,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let id = unique_id.get().id.clone();
+        let timeout = plan::duration(timeout)?;
+        // How many of the ranks share this host shows only once they have come together.
+        let devices = devices(device, world_size)?;
+        Self::join(py, move |cancel| {
+            let options = CommunicatorOptions { timeout };
+            Core::from_unique_id(&id, (rank, world_size), &devices, options, Some(cancel))
+        })
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (*, device = "cpu", timeout = 600.0))]
+    fn from_env(py: Python<'_>, device: &str, timeout: f64) -> PyResult<Self> {
+        let job =
+            Job::detect(&|name: &str| std::env::var(name).ok()).map_err(|error| net(&error))?;
+        let job = job.ok_or_else(|| {
+            PyErr::from(Exception::new(
+                "LaunchError",
+                "no launcher has left its mark in the environment: start the ranks with torchrun, mpirun or \
+                 srun, set CROSSWEFT_RANK, CROSSWEFT_WORLD_SIZE and CROSSWEFT_UNIQUE_ID, or give \
+                 Communicator a unique id",
+            ))
+        })?;
+        let timeout = plan::duration(timeout)?;
+        let devices = devices(device, job.local_size)?;
+        Self::join(py, move |cancel| {
+            let options = CommunicatorOptions { timeout };
+            Core::from_job(&job, &devices, options, Some(cancel))
+        })
+    }
+
+    /// From a `torch.distributed` process group of any backend.
+    #[staticmethod]
+    #[pyo3(signature = (group = None, *, device = "cpu", timeout = 600.0, bind = None))]
+    fn from_process_group<'py>(
+        py: Python<'py>,
+        group: Option<&Bound<'py, PyAny>>,
+        device: &str,
+        timeout: f64,
+        bind: Option<&str>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let helper = py.import("crossweft._torch")?.getattr("communicator")?;
+        helper.call1((group, device, timeout, bind))
+    }
+
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.core.rank()
+    }
+
+    #[getter]
+    fn world_size(&self) -> u32 {
+        self.core.world_size()
+    }
+
+    #[getter]
+    fn device(&self) -> String {
+        describe(self.core.device())
+    }
+
+    #[getter]
+    fn timeout(&self) -> f64 {
+        self.limit().as_secs_f64()
+    }
+
+    fn __repr__(&self) -> String {
+        let (rank, size) = (self.rank(), self.world_size());
+        format!("<Communicator: rank {rank} of {size} on {}>", self.device())
+    }
+
+    fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        this
+    }
+
+    /// Leaves in good order; an error ends the job, or the others would wait for this rank.
+    fn __exit__(
+        &self,
+        _kind: &Bound<'_, PyAny>,
+        error: &Bound<'_, PyAny>,
+        _traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        if error.is_none() {
+            self.core.leave();
+        } else {
+            let name = error.get_type().name()?;
+            self.core.abort(&format!("{name}: {error}"));
+        }
+        Ok(())
+    }
+
+    fn barrier(&self, py: Python<'_>) -> PyResult<()> {
+        self.together(py, Core::barrier)
+    }
+
+    fn all_gather_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        payload: &[u8],
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let all = self.together(py, |core| core.all_gather_bytes(payload))?;
+        Ok(all.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+    }
+
+    fn abort(&self, reason: &str) {
+        self.core.abort(reason);
+    }
+
+    fn leave(&self) {
+        self.core.leave();
+    }
+
+    /// Reduces `input` of all ranks into `output`, or in place.
+    #[pyo3(signature = (input, output = None, *, op = "sum", dtype = None, stream = None))]
+    fn all_reduce<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        op: &str,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = input.py();
+        let op = plan::reduce_op(op)?;
+        let mut operands = Operands::new(input, output, plan::dtype(dtype)?, stream)?;
+        if !self.computes_on(operands.place())? {
+            return Err(Exception::usage(format!(
+                "the tensor is on the host, but this communicator computes on {}; copy the tensor there, or \
+                 make a communicator of the CPU device",
+                self.device()
+            )));
+        }
+        let (dtype, bytes) = (operands.input.dtype, operands.input.bytes);
+        if let Some(output) = &operands.output
+            && output.bytes != bytes
+        {
+            return Err(Exception::tensor(format!(
+                "the input has {bytes} bytes, the output {}",
+                output.bytes
+            )));
+        }
+        let prepared = self.prepared_all_reduce(py, (dtype, op), bytes)?;
+        self.launch_all_reduce(py, &prepared.all_reduce, &mut operands, stream)?;
+        Ok(output.unwrap_or(input).clone())
+    }
+
+    /// Runs a plan, which is prepared when it is first seen.
+    #[pyo3(signature = (plan, input, output = None, *, op = None, dtype = None, stream = None))]
+    pub(crate) fn run<'py>(
+        &self,
+        plan: &Bound<'py, Plan>,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        op: Option<&str>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = input.py();
+        let plan = plan.get();
+        let op = plan.reduce_op_of(op)?;
+        let mut operands = Operands::new(input, output, plan::dtype(dtype)?, stream)?;
+        let staged = !self.computes_on(operands.place())?;
+        let blocks = (plan.core.input_blocks, plan.core.output_blocks);
+        let bytes = operands.message(blocks);
+        let prepared = self.prepared(py, plan, (operands.input.dtype, op, staged), bytes)?;
+        self.launch(py, &prepared, &mut operands, blocks, stream)?;
+        Ok(output.unwrap_or(input).clone())
+    }
+}
+
+/// A plan that is ready to be called.
+#[pyclass(frozen, module = "crossweft")]
+#[derive(Debug)]
+pub(crate) struct PreparedPlan {
+    communicator: Py<Communicator>,
+    staged: Arc<Staged>,
+    dtype: DataType,
+    takes_host: bool,
+    blocks: (u32, u32),
+}
+
+#[pymethods]
+impl PreparedPlan {
+    /// Prepares a plan for messages of up to `max_bytes` bytes.
+    #[new]
+    #[pyo3(signature = (plan, communicator, *, dtype, max_bytes, op = None))]
+    pub(crate) fn new(
+        plan: &Bound<'_, Plan>,
+        communicator: &Bound<'_, Communicator>,
+        dtype: &Bound<'_, PyAny>,
+        max_bytes: u64,
+        op: Option<&str>,
+    ) -> PyResult<Self> {
+        let py = plan.py();
+        let plan = plan.get();
+        let op = plan.reduce_op_of(op)?;
+        let dtype = plan::dtype(Some(dtype))?.unwrap_or(DataType::U8);
+        plan.accepted(py)?;
+        let owner = communicator.get();
+        let takes_host = matches!(owner.core.device(), Device::Cpu);
+        let staged = owner.prepare_plan(py, plan, (dtype, op, false), max_bytes)?;
+        Ok(Self {
+            communicator: communicator.clone().unbind(),
+            staged,
+            dtype,
+            takes_host,
+            blocks: (plan.core.input_blocks, plan.core.output_blocks),
+        })
+    }
+
+    #[getter]
+    fn max_bytes(&self) -> u64 {
+        self.staged.max_bytes()
+    }
+
+    #[getter]
+    fn staged(&self) -> bool {
+        self.staged.is_staged()
+    }
+
+    #[pyo3(signature = (input, output = None, *, stream = None))]
+    fn run<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let owner = self.communicator.get();
+        let mut operands = Operands::new(input, output, Some(self.dtype), stream)?;
+        if (operands.place() == Place::Host) != self.takes_host {
+            return Err(Exception::tensor(format!(
+                "the tensors are on {}, but the plan is prepared for those on {}",
+                operands.place(),
+                owner.device()
+            )));
+        }
+        owner.computes_on(operands.place())?;
+        owner.launch(input.py(), &self.staged, &mut operands, self.blocks, stream)?;
+        Ok(output.unwrap_or(input).clone())
+    }
+
+    /// Raises what went wrong on a GPU, once its stream has come to its end.
+    fn check(&self) -> PyResult<()> {
+        let owner = self.communicator.get();
+        self.staged
+            .check()
+            .map_err(|error| owner.failed(&error.into()))
+    }
+}

@@ -1,0 +1,43 @@
+//! The Python module `crossweft._crossweft`: a thin, typed face over the crates below.
+//!
+//! Nothing is decided here. Each module turns Python's objects into the crates' own and back:
+//!
+//! * `plan`: plans, reports of the checker;
+//! * `language`: programs, recorded with the line of the caller;
+//! * `communicator`: communicators, unique ids, prepared plans;
+//! * `tensor`: memory of other libraries (`dlpack`, `buffer`), with the only `unsafe` code;
+//! * `error`: exceptions, whose classes are `crossweft.errors`;
+//! * `wait`: waits that leave the interpreter to others and end at a signal.
+//!
+//! Types that people see are documented in the package's own `.pyi` files.
+#![deny(missing_docs)]
+
+use pyo3::prelude::*;
+
+mod buffer;
+mod communicator;
+mod dlpack;
+mod error;
+mod language;
+mod plan;
+mod tensor;
+mod wait;
+
+/// The module.
+#[pymodule]
+mod _crossweft {
+    #[pymodule_export]
+    use super::communicator::{Communicator, PreparedPlan, UniqueId};
+    #[pymodule_export]
+    use super::language::{Channel, Chunk, Memory, Program, Semaphore, Switch, caller_of_package};
+    #[pymodule_export]
+    use super::plan::{Diagnostic, Plan, Report};
+    #[pymodule_export]
+    use super::tensor::describe;
+
+    #[pymodule_init]
+    fn init(module: &super::Bound<'_, super::PyModule>) -> super::PyResult<()> {
+        use pyo3::types::PyModuleMethods;
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

@@ -1,0 +1,63 @@
+"""Communication between the GPUs, or processes, of a job: algorithms as checked plans.
+
+* :class:`Plan`: a communication plan; read it, check it, run it, export it.
+* :func:`compile`: a plan from a program of :mod:`crossweft.language`.
+* :class:`Communicator`: one rank of a job; runs plans and collectives on tensors.
+* :class:`UniqueId`: how ranks without a launcher find each other.
+* :mod:`crossweft.errors`: what calls raise.
+
+Tensors are anything contiguous that speaks DLPack, the buffer protocol or ``__cuda_array_interface__``: of torch,
+numpy, cupy, jax, ``array.array``, ``bytearray``. None of these libraries is needed.
+"""
+
+from ._compile import compile
+from ._crossweft import (
+    Communicator,
+    Diagnostic,
+    Plan,
+    PreparedPlan,
+    Report,
+    UniqueId,
+    __version__,
+)
+from .errors import (
+    Aborted,
+    CheckError,
+    DeviceError,
+    Error,
+    LaunchError,
+    Mismatch,
+    PeerLost,
+    PlanError,
+    Poisoned,
+    ProgramError,
+    ShadowError,
+    TensorError,
+    Timeout,
+    UsageError,
+)
+
+__all__ = [
+    "Aborted",
+    "CheckError",
+    "Communicator",
+    "DeviceError",
+    "Diagnostic",
+    "Error",
+    "LaunchError",
+    "Mismatch",
+    "PeerLost",
+    "Plan",
+    "PlanError",
+    "Poisoned",
+    "PreparedPlan",
+    "ProgramError",
+    "Report",
+    "ShadowError",
+    "TensorError",
+    "Timeout",
+    "UniqueId",
+    "UsageError",
+    "__version__",
+    "compile",
+]

@@ -1,0 +1,405 @@
+"""The Rust side."""
+
+from collections.abc import Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal, TypeAlias, TypeVar, final
+
+from typing_extensions import Self
+
+__all__ = [
+    "Channel",
+    "Chunk",
+    "Communicator",
+    "Diagnostic",
+    "Memory",
+    "Plan",
+    "PreparedPlan",
+    "Program",
+    "Report",
+    "Semaphore",
+    "Switch",
+    "UniqueId",
+    "__version__",
+    "caller",
+    "describe",
+]
+
+__version__: str
+
+#: Anything contiguous that speaks DLPack, the buffer protocol or ``__cuda_array_interface__``.
+_Tensor: TypeAlias = Any
+#: ``"f32"``, ``"bfloat16"``, ``torch.float16``, ``numpy.dtype("int32")``, ...
+_DType: TypeAlias = Any
+_Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
+_Device: TypeAlias = Literal["cpu", "cuda", "auto"]
+_T = TypeVar("_T")
+
+def describe(tensor: _Tensor) -> dict[str, Any]:
+    """What an object is as a tensor: address, nbytes, dtype, device, readonly, protocol, stream."""
+
+@final
+class Diagnostic:
+    """A fault of a plan, and where it shows."""
+
+    #: ``structure``, ``uninitialised``, ``pairing``, ``race``, ``deadlock``, ``post_condition`` or ``too_large``.
+    @property
+    def code(self) -> str: ...
+    #: What is wrong, and what to do about it.
+    @property
+    def message(self) -> str: ...
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def thread_block(self) -> int | None: ...
+    #: The operation's index in its thread block.
+    @property
+    def op(self) -> int | None: ...
+    #: The line of the program, if the plan was compiled from one.
+    @property
+    def file(self) -> str | None: ...
+    @property
+    def line(self) -> int | None: ...
+    #: That of the other instruction, if it is a race of two.
+    @property
+    def other_file(self) -> str | None: ...
+    @property
+    def other_line(self) -> int | None: ...
+    #: All of it in words.
+    @property
+    def text(self) -> str: ...
+
+@final
+class Report:
+    """What the checker says of a plan; true if it is correct."""
+
+    @property
+    def plan(self) -> str: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def diagnostics(self) -> list[Diagnostic]: ...
+    def __bool__(self) -> bool: ...
+
+@final
+class Plan:
+    """A communication plan: what every thread block of every rank does, for any message size.
+
+    Plans cannot be changed. Two with the same content are equal.
+    """
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """A plan in crossweft's own format. Raises PlanError."""
+    @staticmethod
+    def from_mscclpp(text: str | bytes) -> Plan:
+        """An execution plan of MSCCL++. Raises PlanError; ``warnings`` says what is odd about it."""
+    @staticmethod
+    def from_file(path: str | PathLike[str]) -> Plan:
+        """A plan file of either format. Raises OSError, PlanError."""
+    @staticmethod
+    def all_reduce(
+        algorithm: Literal["one-shot", "two-shot", "two-shot-staged", "ring"],
+        ranks: int,
+        *,
+        thread_blocks: int = 1,
+    ) -> Plan:
+        """The plan of a built-in all-reduce."""
+
+    @property
+    def name(self) -> str: ...
+    #: The number of ranks.
+    @property
+    def ranks(self) -> int: ...
+    #: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``, ``send-recv``, ...
+    @property
+    def collective(self) -> str: ...
+    #: The operation it is for; ``None`` if the caller chooses.
+    @property
+    def reduce_op(self) -> _Op | None: ...
+    @property
+    def in_place(self) -> Literal["any", "required", "forbidden"]: ...
+    #: How many messages an input consists of, and an output.
+    @property
+    def input_blocks(self) -> int: ...
+    @property
+    def output_blocks(self) -> int: ...
+    #: The most that any rank has.
+    @property
+    def thread_blocks(self) -> int: ...
+    #: Of all ranks.
+    @property
+    def operations(self) -> int: ...
+    #: Sizes of a message that it is meant for, inclusive.
+    @property
+    def message_bytes(self) -> tuple[int, int]: ...
+    #: What sizes of a message must be multiples of.
+    @property
+    def message_multiple(self) -> int: ...
+    #: Same content, same hash.
+    @property
+    def content_hash(self) -> str: ...
+    #: What the importer found odd.
+    @property
+    def warnings(self) -> list[str]: ...
+    def source(self, rank: int, thread_block: int, op: int) -> tuple[str, int] | None:
+        """File and line that an operation was compiled from."""
+    def to_json(self) -> str: ...
+    def to_mscclpp(self) -> str:
+        """As an execution plan of MSCCL++. Raises PlanError if their format has no word for it."""
+    def check(self, *, raises: bool = True) -> Report:
+        """Proves it free of races, deadlocks and wrong results, or raises CheckError.
+
+        The first call does the work. With ``raises=False`` the faults are in the report only.
+        """
+    def show(
+        self, path: str | PathLike[str] | None = None, *, topology: str = "h200", bytes: Sequence[int] = ...
+    ) -> str:
+        """Writes one self-contained HTML page and returns its path; without one, a temporary file.
+
+        It draws what every thread block does, with the critical path, under the cost model of ``topology``: ``h200``,
+        ``cpu`` or a file. ``bytes`` are sizes of messages that get a timeline. Notebooks show it by themselves.
+        """
+    def to_html(self, *, topology: str = "h200", bytes: Sequence[int] = ...) -> str:
+        """The page itself."""
+    def predict(self, bytes: int, *, topology: str = "h200") -> float | None:
+        """Predicted microseconds for a message; ``None`` if it would never end."""
+    def run(
+        self,
+        communicator: Communicator,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        op: _Op | None = None,
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """Runs it on this rank's tensors and returns the output. Collective.
+
+        Without ``output`` it runs in place: ``input`` is then the larger of both buffers, of which the smaller
+        one is this rank's block. The plan is checked, and prepared for the communicator, when it is first
+        run; so all ranks must make the same calls.
+
+        Host tensors are complete when this returns. CUDA tensors are worked on in the order of ``stream`` (a
+        raw handle, such as ``torch.cuda.current_stream().cuda_stream``), by default the stream that the tensor's
+        library works on, or the legacy default stream.
+        """
+    def prepare(
+        self, communicator: Communicator, *, dtype: _DType, max_bytes: int, op: _Op | None = None
+    ) -> PreparedPlan:
+        """Prepares it for messages of up to ``max_bytes`` bytes. Collective."""
+    def run_local(
+        self,
+        inputs: Sequence[_Tensor],
+        outputs: Sequence[_T] | None = None,
+        *,
+        op: _Op | None = None,
+        dtype: _DType | None = None,
+        seed: int | None = None,
+        timeout: float = 60.0,
+    ) -> list[_T]:
+        """Runs it once in this process, every rank a thread, and returns the outputs in rank order.
+
+        Outputs that are not given are made like the inputs. ``seed`` makes the thread blocks of each rank take
+        turns in a random order, which it repeats.
+        """
+
+@final
+class PreparedPlan:
+    """A plan that is ready to be called; calls are local and allocate nothing."""
+
+    def __new__(
+        cls,
+        plan: Plan,
+        communicator: Communicator,
+        *,
+        dtype: _DType,
+        max_bytes: int,
+        op: _Op | None = None,
+    ) -> Self: ...
+    @property
+    def max_bytes(self) -> int: ...
+    #: Whether messages are copied through registered memory, because ranks reach into each other's buffers.
+    @property
+    def staged(self) -> bool: ...
+    def run(self, input: _Tensor, output: _T | None = None, *, stream: int | None = None) -> _T:
+        """As Plan.run."""
+    def check(self) -> None:
+        """Raises what went wrong on a GPU, once the stream has come to its end."""
+
+@final
+class UniqueId:
+    """What a rank needs to join a job. It holds a secret: pass it like a password.
+
+    The process that makes it hosts the rendezvous, and must keep it until all ranks have joined.
+    """
+
+    def __new__(cls, *, bind: str = "loopback", port: int = 0, timeout: float = 600.0) -> Self:
+        """Listens on ``bind``: ``loopback``, an interface's name or an address of this host."""
+    @staticmethod
+    def from_bytes(bytes: bytes) -> UniqueId: ...
+    @staticmethod
+    def from_text(text: str) -> UniqueId: ...
+    def __bytes__(self) -> bytes: ...
+    def __str__(self) -> str: ...
+
+@final
+class Communicator:
+    """One rank of a job. Every rank must make the same calls in the same order.
+
+    As a context manager it leaves in the end, or ends the job where an error ends the block.
+    """
+
+    def __new__(
+        cls,
+        rank: int,
+        world_size: int,
+        unique_id: UniqueId,
+        *,
+        device: _Device = "cpu",
+        timeout: float = 600.0,
+    ) -> Self:
+        """Joins the job of a unique id. Waits until all ranks have come; ``timeout`` seconds bound every call."""
+    @staticmethod
+    def from_env(*, device: _Device = "cpu", timeout: float = 600.0) -> Communicator:
+        """Joins the job that torchrun, MPI, Slurm or ``CROSSWEFT_*`` variables describe. Raises LaunchError."""
+    @staticmethod
+    def from_process_group(
+        group: Any = None,
+        *,
+        device: _Device = "cpu",
+        timeout: float = 600.0,
+        bind: str | None = None,
+    ) -> Communicator:
+        """The communicator of a ``torch.distributed`` process group of any backend; ``None`` is all ranks.
+
+        Across hosts, ``bind`` names an interface or address of the group's first rank.
+        """
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    #: ``cpu``, or ``cuda:0`` and so on.
+    @property
+    def device(self) -> str: ...
+    #: The longest any call may take, in seconds.
+    @property
+    def timeout(self) -> float: ...
+    def __enter__(self) -> Communicator: ...
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        """Leaves in good order. An error ends the job: the others would wait for this rank in vain."""
+    def barrier(self) -> None: ...
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Everybody's payload, in rank order. For small data."""
+    def all_reduce(
+        self,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        op: _Op = "sum",
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """Reduces the tensors of all ranks into ``output``, or in place, by the algorithm that fits the size.
+
+        Streams are as for Plan.run.
+        """
+    def run(
+        self,
+        plan: Plan,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        op: _Op | None = None,
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """As Plan.run."""
+    def abort(self, reason: str) -> None:
+        """Ends the job: every wait of every rank ends with Aborted."""
+    def leave(self) -> None:
+        """Leaves in good order."""
+
+# What crossweft.language records with. Every method notes the line of the caller outside of the package, and raises
+# ProgramError with it.
+
+def caller() -> tuple[str, int]:
+    """File and line of the innermost caller outside of the package."""
+
+@final
+class Chunk:
+    """Chunks of a buffer that follow one another."""
+
+    @property
+    def rank(self) -> int: ...
+    #: ``i``, ``o`` or ``s``.
+    @property
+    def buffer(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+@final
+class Memory:
+    def __len__(self) -> int: ...
+    def chunks(self, first: int, end: int) -> Chunk: ...
+
+@final
+class Channel: ...
+
+@final
+class Switch: ...
+
+@final
+class Semaphore: ...
+
+@final
+class Program:
+    def __new__(cls, name: str, collective: str, ranks: int, **options: Any) -> Self: ...
+    def input(self, rank: int) -> Memory: ...
+    def output(self, rank: int) -> Memory: ...
+    def scratch(self, rank: int, chunks: int) -> Memory: ...
+    def expect(self, output: Chunk, inputs: Sequence[Chunk]) -> None: ...
+    def memory_channel(self, destination: int, source: int) -> Channel: ...
+    def port_channel(self, destination: int, source: int) -> Channel: ...
+    def switch_channel(self, ranks: Sequence[int], letter: str) -> Switch: ...
+    def semaphore(self, rank: int, initial: int) -> Semaphore: ...
+    def copy(self, dst: Chunk, src: Chunk, blocks: Sequence[int]) -> None: ...
+    def copy_packets(self, dst: Chunk, src: Chunk, blocks: Sequence[int]) -> None: ...
+    def unpack_packets(self, dst: Chunk, src: Chunk, blocks: Sequence[int]) -> None: ...
+    def reduce(self, dst: Chunk, src: Chunk, others: Sequence[Chunk], blocks: Sequence[int]) -> None: ...
+    def reduce_packets(self, dst: Chunk, src: Chunk, others: Sequence[Chunk], blocks: Sequence[int]) -> None: ...
+    def barrier(self, rank: int, blocks: Sequence[int]) -> None: ...
+    def acquire(self, semaphore: Semaphore, block: int) -> None: ...
+    def release(self, semaphore: Semaphore, block: int) -> None: ...
+    def signal(self, channel: Channel, block: int, relaxed: bool) -> None: ...
+    def wait(self, channel: Channel, block: int, relaxed: bool) -> None: ...
+    def flush(self, channel: Channel, block: int) -> None: ...
+    def get(self, channel: Channel, dst: Chunk, src: Chunk, blocks: Sequence[int]) -> None: ...
+    def put(self, channel: Channel, dst: Chunk, src: Chunk, blocks: Sequence[int]) -> None: ...
+    def put_with_signal(self, channel: Channel, dst: Chunk, src: Chunk, block: int) -> None: ...
+    def put_with_signal_and_flush(self, channel: Channel, dst: Chunk, src: Chunk, block: int) -> None: ...
+    def put_packets(self, channel: Channel, dst: Chunk, src: Chunk, blocks: Sequence[int]) -> None: ...
+    def read_put_packets(self, channel: Channel, dst: Chunk, src: Chunk, blocks: Sequence[int]) -> None: ...
+    def read_reduce(
+        self,
+        channel: Channel,
+        dst: Chunk,
+        src: Chunk,
+        others: Sequence[Chunk],
+        blocks: Sequence[int],
+    ) -> None: ...
+    def switch_reduce(self, switch: Switch, rank: int, first: int, dst: Chunk, blocks: Sequence[int]) -> None: ...
+    def switch_broadcast(self, switch: Switch, rank: int, first: int, src: Chunk, blocks: Sequence[int]) -> None: ...
+    def switch_broadcast_packets(
+        self, switch: Switch, rank: int, first: int, src: Chunk, blocks: Sequence[int]
+    ) -> None: ...
+    def begin_loop(self, unit_bytes: int, chunks: int) -> None: ...
+    def end_loop(self) -> None: ...
+    def compile(self) -> Plan: ...

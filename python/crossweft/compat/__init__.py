@@ -1,0 +1,1 @@
+"""Other packages' names for crossweft, when asked for."""

@@ -1,0 +1,321 @@
+"""Communicators: threads and processes, plans and collectives on them, errors with their fields."""
+
+from __future__ import annotations
+
+import array
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+from conftest import in_threads
+
+import crossweft as cw
+
+
+def test_all_reduce_in_place_and_out_of_place() -> None:
+    def rank_main(communicator: cw.Communicator) -> tuple[array.array[float], array.array[float]]:
+        data = array.array("f", [communicator.rank + 1] * 100)
+        out = array.array("f", [0] * 100)
+        assert communicator.all_reduce(data, out) is out
+        assert communicator.all_reduce(data, op="max") is data
+        large = bytearray(b"\1" * 300_000)
+        communicator.all_reduce(large)
+        assert set(large) == {communicator.world_size}
+        return out, data
+
+    for out, data in in_threads(3, rank_main):
+        assert out == array.array("f", [6] * 100)
+        assert data == array.array("f", [3] * 100)
+
+
+@pytest.mark.parametrize("algorithm", ["one-shot", "two-shot", "ring"])
+def test_plans(algorithm: str) -> None:
+    plan = cw.Plan.all_reduce(algorithm, 2)
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        for count in [1, 7, 40_000, 3]:
+            data = array.array("i", [communicator.rank + 5] * count)
+            out = array.array("i", [0] * count)
+            assert plan.run(communicator, data, out) is out
+            assert out == array.array("i", [11] * count)
+            plan.run(communicator, data)
+            assert data == out
+        prepared = plan.prepare(communicator, dtype="f32", max_bytes=64, op="min")
+        assert prepared.max_bytes == 64 and prepared.staged == (algorithm == "two-shot")
+        data = array.array("f", [communicator.rank - 1.5] * 16)
+        assert prepared.run(data) == array.array("f", [-1.5] * 16)
+        with pytest.raises(cw.UsageError, match="up to 64"):
+            prepared.run(array.array("f", [0] * 17))
+        with pytest.raises(cw.TensorError, match="dtype says f32"):
+            prepared.run(array.array("d", [0]))
+
+    in_threads(2, rank_main)
+
+
+def test_small_things() -> None:
+    def rank_main(communicator: cw.Communicator) -> list[bytes]:
+        assert communicator.world_size == 2 and communicator.device == "cpu"
+        assert f"rank {communicator.rank} of 2" in repr(communicator)
+        communicator.barrier()
+        return communicator.all_gather_bytes(b"%d" % communicator.rank)
+
+    assert in_threads(2, rank_main) == [[b"0", b"1"]] * 2
+
+
+def test_a_plan_of_another_size_is_refused() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        with pytest.raises(cw.UsageError, match="3 ranks") as error:
+            cw.Plan.all_reduce("ring", 3).run(communicator, bytearray(8))
+        assert error.value.plan == "ring"
+
+    in_threads(2, rank_main)
+
+
+def test_ranks_that_disagree() -> None:
+    plan = cw.Plan.all_reduce("ring", 2)
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        op = "sum" if communicator.rank == 0 else "max"
+        with pytest.raises(cw.Mismatch, match="rank") as error:
+            plan.run(communicator, bytearray(8), op=op)
+        assert error.value.peer == 1 - communicator.rank
+
+    in_threads(2, rank_main)
+
+
+def test_a_rank_that_does_not_come() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        data = bytearray(8)
+        communicator.all_reduce(data)
+        if communicator.rank == 0:
+            with pytest.raises(cw.Timeout) as error:
+                communicator.all_reduce(data)
+            assert isinstance(error.value, TimeoutError)
+            assert error.value.plan and error.value.rank == 0 and error.value.thread_block == 0
+            with pytest.raises(cw.Poisoned):
+                communicator.all_reduce(data)
+            over.set()
+        else:
+            over.wait()
+
+    over = threading.Event()
+    in_threads(2, rank_main, timeout=2)
+
+
+def test_a_rank_that_aborts() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        data = bytearray(8)
+        communicator.all_reduce(data)
+        if communicator.rank == 1:
+            communicator.abort("out of paper")
+            return
+        with pytest.raises(cw.Aborted, match="out of paper") as error:
+            communicator.all_reduce(data)
+        assert error.value.peer == 1
+
+    in_threads(2, rank_main)
+
+
+def test_a_block_that_fails_ends_the_job() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        if communicator.rank == 1:
+            with pytest.raises(ZeroDivisionError), communicator as same:
+                assert same is communicator
+                raise ZeroDivisionError("division by zero")
+            return
+        with pytest.raises(cw.Aborted, match="ZeroDivisionError: division by zero"):
+            with communicator:
+                communicator.barrier()
+
+    in_threads(2, rank_main)
+    with cw.Communicator(0, 1, cw.UniqueId()) as communicator:
+        communicator.barrier()
+    with pytest.raises(cw.UsageError, match="has left"):
+        communicator.barrier()
+
+
+def test_unique_ids() -> None:
+    unique_id = cw.UniqueId()
+    text = str(unique_id)
+    assert cw.UniqueId.from_text(text).__bytes__() == bytes(unique_id)
+    assert str(pickle.loads(pickle.dumps(unique_id))) == text
+    assert text[64:96] not in repr(unique_id)
+    for wrong in ["", "abc", "0" * 256]:
+        with pytest.raises(cw.UsageError):
+            cw.UniqueId.from_text(wrong)
+    with pytest.raises(cw.UsageError, match="128"):
+        cw.UniqueId.from_bytes(b"1")
+    with pytest.raises(cw.UsageError):
+        cw.UniqueId(bind="no such interface")
+    with pytest.raises(cw.UsageError, match="does not exist"):
+        cw.Communicator(2, 2, unique_id)
+    with pytest.raises(cw.Timeout) as error:
+        cw.Communicator(0, 2, cw.UniqueId(timeout=0.3), timeout=0.5)
+    assert list(error.value.missing or []) == [1]
+
+
+def test_devices() -> None:
+    with pytest.raises(cw.UsageError, match='"cuda"'):
+        cw.Communicator(0, 1, cw.UniqueId(), device="quantum")  # type: ignore[arg-type]
+    auto = cw.Communicator(0, 1, cw.UniqueId(), device="auto")
+    if auto.device == "cpu":
+        with pytest.raises(cw.DeviceError, match='device="cpu"'):
+            cw.Communicator(0, 1, cw.UniqueId(), device="cuda")
+    communicator = cw.Communicator(0, 1, cw.UniqueId())
+    with pytest.raises(cw.UsageError, match="stream"):
+        cw.Plan.all_reduce("ring", 1).run(communicator, bytearray(4), stream=7)
+
+
+RANK = """
+import array, crossweft as cw
+communicator = cw.Communicator.from_env()
+data = array.array("d", [communicator.rank] * 1000)
+cw.Plan.all_reduce("ring", communicator.world_size).run(communicator, data)
+print(sum(data), communicator.rank)
+"""
+
+
+def launched(ranks: int, script: str, variables) -> list[str]:
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=os.environ | variables(rank),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [child.communicate(timeout=60)[0] for child in children]
+    assert [child.returncode for child in children] == [0] * ranks
+    return outputs
+
+
+def test_processes_of_a_launcher() -> None:
+    def torchrun(rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(os.getpid()),
+        }
+
+    assert launched(3, RANK, torchrun) == [f"3000.0 {rank}\n" for rank in range(3)]
+
+
+def test_processes_with_a_unique_id() -> None:
+    unique_id = cw.UniqueId()
+
+    def variables(rank: int) -> dict[str, str]:
+        return {
+            "CROSSWEFT_RANK": str(rank),
+            "CROSSWEFT_WORLD_SIZE": "2",
+            "CROSSWEFT_UNIQUE_ID": str(unique_id),
+        }
+
+    assert launched(2, RANK, variables) == [f"1000.0 {rank}\n" for rank in range(2)]
+
+
+def test_without_a_launcher(python) -> None:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("CROSSWEFT_", "OMPI_", "PMI", "SLURM_")) and name not in {"RANK", "WORLD_SIZE"}
+    }
+    ran = python("import crossweft; crossweft.Communicator.from_env()", env=clean)
+    assert ran.returncode == 1 and "crossweft.errors.LaunchError: no launcher" in ran.stderr
+    ran = python("import crossweft; crossweft.Communicator.from_env()", env=clean | {"RANK": "0"})
+    assert "LaunchError: environment variable WORLD_SIZE" in ran.stderr
+
+
+def test_a_killed_peer_is_named() -> None:
+    script = """
+import os, signal, crossweft as cw
+communicator = cw.Communicator.from_env()
+data = bytearray(8)
+communicator.all_reduce(data)
+if communicator.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    communicator.all_reduce(data)
+except cw.PeerLost as error:
+    print(error.peer, isinstance(error, ConnectionError))
+"""
+    unique_id = cw.UniqueId()
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=os.environ
+            | {
+                "CROSSWEFT_RANK": str(rank),
+                "CROSSWEFT_WORLD_SIZE": "2",
+                "CROSSWEFT_UNIQUE_ID": str(unique_id),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert children[0].communicate(timeout=60)[0] == "1 True\n"
+    children[1].wait(timeout=10)
+
+
+GROUP = """
+import sys
+import torch, torch.distributed as dist
+import crossweft as cw
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+group = dist.new_group([0, 2])
+if rank == 1:
+    try:
+        cw.Communicator.from_process_group(group)
+    except ValueError as error:
+        assert "not a member" in str(error)
+else:
+    communicator = cw.Communicator.from_process_group(group)
+    data = torch.full((1000,), rank + 1, dtype=torch.bfloat16)
+    cw.Plan.all_reduce("one-shot", 2).run(communicator, data)
+    assert communicator.rank == rank // 2 and torch.equal(data, torch.full_like(data, 4))
+dist.barrier()
+whole = cw.Communicator.from_process_group()
+assert whole.world_size == 3 and whole.rank == rank
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def test_torch_process_groups() -> None:
+    pytest.importorskip("torch")
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    children = [
+        subprocess.Popen([sys.executable, "-c", GROUP, str(rank), port], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    assert [child.communicate(timeout=120)[0] for child in children] == ["done\n"] * 3
+
+
+def test_torch_is_needed_for_process_groups_only(python) -> None:
+    ran = python(
+        "import sys; sys.modules['torch'] = None\nimport crossweft as cw\ncw.Communicator.from_process_group()"
+    )
+    assert "ImportError: Communicator.from_process_group needs torch" in ran.stderr
+
+
+def test_import_needs_nothing(python) -> None:
+    ran = python(
+        "import sys\n"
+        "for name in ['numpy', 'torch', 'cupy', 'mpi4py', 'mscclpp']: sys.modules[name] = None\n"
+        "import crossweft as cw\n"
+        "plan = cw.Plan.all_reduce('ring', 2)\n"
+        "print(plan.run_local([bytearray(b'12'), bytearray(b'ab')])[1])"
+    )
+    assert ran.stdout == "bytearray(b'\\x92\\x94')\n", ran.stderr

@@ -1,0 +1,158 @@
+//! The Python package: built as a wheel, installed into a fresh environment, tested there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+/// What tests need beside the package; it needs nothing itself.
+const TEST_TOOLS: [&str; 4] = ["pytest>=8,<10", "numpy", "mypy>=1.15,<3", "ruff>=0.12,<1"];
+const BUILD_TOOLS: [&str; 1] = ["maturin>=1.9,<2"];
+/// Environments and wheels.
+const FOLDER: &str = "target/python";
+
+/// Builds the wheel, installs it into a fresh environment, checks style and types, and runs pytest.
+pub(crate) fn test() -> Result<(), String> {
+    let start = Instant::now();
+    let folder = absolute(FOLDER)?;
+    let tools = Environment::kept(&folder.join("tools"), &BUILD_TOOLS)?;
+    let wheels = folder.join("wheels");
+    remove(&wheels)?;
+    let mut build = tools.program("maturin");
+    // Run there, it finds pyproject.toml.
+    build.current_dir("python");
+    build.args(["build", "--quiet", "--out"]).arg(&wheels);
+    run("building the wheel", &mut build)?;
+    let wheel = the_wheel(&wheels)?;
+
+    let environment = Environment::fresh(&folder.join("environment"))?;
+    // Without an index: it depends on nothing.
+    let mut install = environment.pip();
+    install.arg("--no-index").arg(&wheel);
+    run("installing the wheel", &mut install)?;
+    let mut import = environment.program("python");
+    // Elsewhere than where the sources are, or they would be what is imported.
+    import.current_dir(&folder).args(["-c", IMPORT]);
+    run("importing it", &mut import)?;
+    let mut install = environment.pip();
+    install.args(TEST_TOOLS);
+    run("installing what tests need", &mut install)?;
+
+    for check in [&["format", "--check"][..], &["check"]] {
+        let mut style = environment.program("python");
+        style.current_dir("python").args(["-m", "ruff"]).args(check);
+        run("checking style", style.arg("--quiet").arg("."))?;
+    }
+    let mut types = environment.program("python");
+    types.current_dir("python");
+    types.args(["-m", "mypy", "--config-file", "pyproject.toml"]);
+    run("checking types", &mut types)?;
+    // What is written down of the Rust side is what it has. Elsewhere than where the sources are.
+    let mut stubs = environment.program("python");
+    stubs.current_dir(&folder);
+    stubs.args(["-m", "mypy.stubtest", "crossweft._crossweft"]);
+    run("comparing stubs with the module", &mut stubs)?;
+    let mut tests = environment.program("python");
+    tests.current_dir("python/tests");
+    tests.args(["-m", "pytest", "--config-file", "../pyproject.toml", "."]);
+    run("Python tests", &mut tests)?;
+    eprintln!(
+        "xtask: Python: ok in {:.0} s",
+        start.elapsed().as_secs_f64()
+    );
+    Ok(())
+}
+
+const IMPORT: &str =
+    "import crossweft; print('crossweft', crossweft.__version__, crossweft.__file__)";
+
+/// A virtual environment.
+struct Environment(PathBuf);
+
+impl Environment {
+    /// One that is made once.
+    fn kept(folder: &Path, packages: &[&str]) -> Result<Self, String> {
+        let environment = Self(folder.to_owned());
+        if environment
+            .program("maturin")
+            .arg("--version")
+            .output()
+            .is_ok()
+        {
+            return Ok(environment);
+        }
+        let environment = Self::fresh(folder)?;
+        let mut install = environment.pip();
+        install.args(packages);
+        run("installing what builds the wheel", &mut install)?;
+        Ok(environment)
+    }
+
+    fn fresh(folder: &Path) -> Result<Self, String> {
+        remove(folder)?;
+        let mut make = Command::new("python3");
+        make.args(["-m", "venv"]).arg(folder);
+        run("making a Python environment", &mut make).map_err(|error| {
+            format!("{error}\nthe Python tests need python3 (3.10 or newer) with its venv module and pip")
+        })?;
+        Ok(Self(folder.to_owned()))
+    }
+
+    fn program(&self, name: &str) -> Command {
+        let mut command = Command::new(self.0.join("bin").join(name));
+        // What the caller's shell has active is not what is tested.
+        command
+            .env_remove("PYTHONPATH")
+            .env_remove("PYTHONHOME")
+            .env("VIRTUAL_ENV", &self.0);
+        command
+    }
+
+    fn pip(&self) -> Command {
+        let mut command = self.program("python");
+        command.args([
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]);
+        command
+    }
+}
+
+fn the_wheel(folder: &Path) -> Result<PathBuf, String> {
+    let entries = fs::read_dir(folder).map_err(|e| format!("xtask: {}: {e}", folder.display()))?;
+    entries
+        .filter_map(Result::ok)
+        .map(|entry| entry.path())
+        .find(|path| path.extension().is_some_and(|extension| extension == "whl"))
+        .ok_or_else(|| format!("xtask: maturin has made no wheel in {}", folder.display()))
+}
+
+fn absolute(path: &str) -> Result<PathBuf, String> {
+    std::path::absolute(path).map_err(|e| format!("xtask: {path}: {e}"))
+}
+
+fn remove(folder: &Path) -> Result<(), String> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(format!(
+            "xtask: cannot remove {}: {error}",
+            folder.display()
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn run(what: &str, command: &mut Command) -> Result<(), String> {
+    eprintln!("xtask: {what}");
+    let status = command
+        .status()
+        .map_err(|e| format!("xtask: {what}: cannot run {command:?}: {e}"))?;
+    if !status.success() {
+        return Err(format!(
+            "xtask: {what} failed: {command:?} ended with {status}"
+        ));
+    }
+    Ok(())
+}
