@@ -83,6 +83,8 @@ const LOOK_GRACE: Duration = Duration::from_millis(1);
 /// How long two ranks may wait for each other in different calls: another thread of theirs may be
 /// about to make the call that is missing.
 const CROSSED_GRACE: Duration = Duration::from_secs(5);
+/// How long it may take until a rank that has fallen silent is known to be.
+const NOTICE_GRACE: Duration = Duration::from_millis(300);
 /// How often the host program is asked whether to go on waiting.
 const ASK_EVERY: Duration = Duration::from_millis(50);
 
@@ -402,8 +404,12 @@ impl Supervisor for Guard<'_> {
         if waited > ASK_EVERY && self.is_interrupted() {
             return Err(Stopped::Aborted);
         }
-        if waited > self.endpoint.group().silence_after() {
-            self.report(waiting, block, waited);
+        if let Some(late) = waited.checked_sub(self.endpoint.group().silence_after()) {
+            // A rank that stopped when this wait began is known to be silent just about now.
+            let seems_alive = matches!(self.peer(waiting), Some(PeerState::Alive));
+            if !seems_alive || late > NOTICE_GRACE {
+                self.report(waiting, block, waited);
+            }
         }
         if waited > CROSSED_GRACE && self.is_crossed(waiting) {
             return Err(Stopped::Mismatch);
