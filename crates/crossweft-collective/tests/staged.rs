@@ -11,7 +11,7 @@ use crossweft_collective::{
     run_plan_in_threads,
 };
 use crossweft_executor::{ExecutorError, Options, Stage};
-use crossweft_plan::{Collective, InPlace, Plan, dsl};
+use crossweft_plan::{Builder, Collective, InPlace, Plan, dsl};
 use crossweft_verify::{Pattern, check_all_reduce, fill};
 
 const JOB: CommunicatorOptions = CommunicatorOptions {
@@ -60,6 +60,33 @@ fn every_algorithm_takes_buffers_anywhere() {
             })
             .unwrap();
         }
+    }
+}
+
+/// Ranks that only meet: neither input nor output.
+#[test]
+fn plans_that_move_nothing_run() {
+    let mut builder = Builder::new("meet", Collective::Test, 2, 1, 1).blocks_of_message(0, 0);
+    let (of_0, of_1) = builder.connect(0, 1);
+    for (rank, channel) in [(0, of_0), (1, of_1)] {
+        builder.at(rank, 0).signal(&[channel]).wait(&[channel]);
+    }
+    let plan = builder.finish().unwrap();
+    for stage in [Stage::WhereNeeded, Stage::Always] {
+        run_in_threads(2, JOB, |communicator| {
+            let options = Options::new(DataType::F32, ReduceOp::Sum, 4096);
+            let prepared = communicator.prepare(&plan, options, stage)?;
+            for _ in 0..3 {
+                prepared.run(&[], &mut [], JOB.timeout)?;
+            }
+            // A rank that does not come is waited for: something did run.
+            if communicator.rank() == 0 {
+                let alone = prepared.run(&[], &mut [], Duration::from_millis(50));
+                assert!(matches!(alone, Err(ExecutorError::Interrupted { .. })));
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }
 

@@ -273,17 +273,21 @@ impl Prepared {
         self.options.max_bytes
     }
 
-    /// Bytes of the message whose input has `input` bytes and whose output has `output`.
+    /// Bytes of the message whose input has `input` bytes and whose output has `output`; the largest that was
+    /// prepared for, of a plan that has neither.
     ///
     /// # Errors
     /// [`ExecutorError::Usage`] if they are not the plan's blocks of one message.
     pub fn message_bytes(&self, input: u64, output: u64) -> Result<u64, ExecutorError> {
+        let Shape {
+            input_blocks,
+            output_blocks,
+            ..
+        } = self.shape;
+        if (input_blocks, output_blocks, input, output) == (0, 0, 0, 0) {
+            return Ok(self.options.max_bytes);
+        }
         self.shape.message(input, output).ok_or_else(|| {
-            let Shape {
-                input_blocks,
-                output_blocks,
-                ..
-            } = self.shape;
             self.usage(format!(
                 "input has {input} bytes, output {output}; they must be {input_blocks} and \
                  {output_blocks} times the message"
