@@ -307,8 +307,79 @@ class Communicator:
     ) -> _T:
         """Reduces the tensors of all ranks into ``output``, or in place, by the algorithm that fits the size.
 
-        Streams are as for Plan.run.
+        Streams are as for Plan.run. This and the other collectives work in place where no output is given: on the
+        larger of input and output, with the smaller one as this rank's block of it. An output that is of no use on
+        this rank, or an input, may be empty.
         """
+    def all_gather(
+        self,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """Every output is all inputs, in rank order."""
+    def reduce_scatter(
+        self,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        op: _Op = "sum",
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """Each rank's output is its block of the reduction of all inputs."""
+    def all_to_all(
+        self,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """Each rank's output is its block of every input, in rank order."""
+    def broadcast(
+        self,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        root: int = 0,
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """Every output is the root's input."""
+    def reduce(
+        self,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        root: int = 0,
+        op: _Op = "sum",
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """The root's output is the reduction of all inputs; the others' is left as it is."""
+    def gather(
+        self,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        root: int = 0,
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """The root's output is all inputs, in rank order; the others' is left as it is."""
+    def scatter(
+        self,
+        input: _Tensor,
+        output: _T | None = None,
+        *,
+        root: int = 0,
+        dtype: _DType | None = None,
+        stream: int | None = None,
+    ) -> _T:
+        """Each rank's output is its block of the root's input."""
     def run(
         self,
         plan: Plan,

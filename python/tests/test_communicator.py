@@ -31,6 +31,83 @@ def test_all_reduce_in_place_and_out_of_place() -> None:
         assert data == array.array("f", [3] * 100)
 
 
+@pytest.mark.parametrize("count", [1, 7, 40_000])
+def test_every_collective(count: int) -> None:
+    ranks, root = 3, 1
+
+    def ints(*values: int) -> array.array[int]:
+        """Blocks of one value each."""
+        return array.array("i", [value for value in values for _ in range(count)])
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        rank = communicator.rank
+        mine = ints(10 * rank)
+        each = ints(*(10 * rank + block for block in range(ranks)))
+        nothing = array.array("i")
+        everyone = ints(0, 10, 20)
+
+        out = ints(-1, -1, -1)
+        assert communicator.all_gather(mine, out) is out
+        assert out == everyone
+        both = ints(*(10 * rank if block == rank else -1 for block in range(ranks)))
+        assert communicator.all_gather(both) == everyone
+
+        out = ints(-1)
+        communicator.reduce_scatter(each, out)
+        assert out == ints(30 + 3 * rank)
+        both = each[:]
+        communicator.reduce_scatter(both, op="max")
+        assert both[rank * count : (rank + 1) * count] == ints(20 + rank)
+
+        out = ints(-1, -1, -1)
+        communicator.all_to_all(each, out)
+        assert out == ints(rank, 10 + rank, 20 + rank)
+        assert communicator.all_to_all(each[:]) == out
+
+        out = ints(-1)
+        communicator.broadcast(mine, out, root=root)
+        assert out == ints(10 * root)
+        out = mine[:]
+        assert communicator.broadcast(out, root=root) is out
+        assert out == ints(10 * root)
+
+        out = ints(-1)
+        communicator.reduce(mine, out if rank == root else nothing, root=root)
+        communicator.reduce(mine, out, root=root, op="sum")
+        assert out == ints(30 if rank == root else -1)
+        out = mine[:]
+        communicator.reduce(out, op="min")
+        assert out == (ints(0) if rank == 0 else mine)
+
+        out = ints(-1, -1, -1)
+        communicator.gather(mine, out if rank == root else nothing, root=root)
+        assert out == (everyone if rank == root else ints(-1, -1, -1))
+
+        out = ints(-1)
+        communicator.scatter(each if rank == root else nothing, out, root=root)
+        assert out == ints(10 * root + rank)
+
+    in_threads(ranks, rank_main)
+
+
+def test_tensors_that_do_not_fit_a_collective() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        one, two, three = (array.array("i", [0] * count) for count in (1, 2, 3))
+        with pytest.raises(cw.TensorError, match="1 and 2 blocks of one size"):
+            communicator.all_gather(one, three)
+        with pytest.raises(cw.TensorError, match="no 2 blocks"):
+            communicator.all_to_all(bytearray(3))
+        with pytest.raises(cw.TensorError, match="input has 8 bytes, the output 4"):
+            communicator.broadcast(two, one)
+        if communicator.rank == 0:
+            with pytest.raises(cw.TensorError, match="the output 0"):
+                communicator.gather(one, array.array("i"))
+        with pytest.raises(cw.PlanError, match="its root is rank 2, of 2 ranks"):
+            communicator.broadcast(one, root=2)
+
+    in_threads(2, rank_main)
+
+
 @pytest.mark.parametrize("algorithm", ["one-shot", "two-shot", "ring"])
 def test_plans(algorithm: str) -> None:
     plan = cw.Plan.all_reduce(algorithm, 2)

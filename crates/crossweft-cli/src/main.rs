@@ -22,6 +22,7 @@ mod exit;
 mod job;
 mod plan;
 mod values;
+mod verdict;
 
 use exit::Exit;
 
@@ -40,7 +41,7 @@ lost peer.\nCROSSWEFT_LOG=info (or debug) prints what is happening to standard e
 enum Command {
     /// Measure a collective and check its results.
     #[command(subcommand)]
-    Bench(bench::Collective),
+    Bench(bench::Command),
     /// Check, run, draw and convert communication plans, our own and those of MSCCL++.
     #[command(subcommand)]
     Plan(plan::Command),
@@ -82,7 +83,7 @@ fn main() -> ExitCode {
         }
     };
     match cli.command {
-        Command::Bench(collective) => bench::run(&collective).into(),
+        Command::Bench(collective) => bench::run(&collective.options()).into(),
         Command::Plan(command) => plan::run(&command).into(),
         Command::Doctor { format } => {
             let report = doctor::inspect(Path::new("/"));

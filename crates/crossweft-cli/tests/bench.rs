@@ -22,8 +22,13 @@ fn run(arguments: &str) -> Output {
 
 /// Runs to a good end and returns the JSON report.
 fn report(arguments: &str) -> Value {
+    report_of("all-reduce", arguments)
+}
+
+/// The same of any collective.
+fn report_of(collective: &str, arguments: &str) -> Value {
     let output = run(&format!(
-        "bench all-reduce --format json --iters 3 {arguments}"
+        "bench {collective} --format json --iters 3 {arguments}"
     ));
     assert_eq!(
         output.status.code(),
@@ -146,6 +151,97 @@ fn places_and_algorithms() {
     }
 }
 
+/// Collectives with the kinds of algorithm that symmetric and private buffers take, where messages are large.
+const OTHERS: [(&str, &str, &str); 7] = [
+    ("all-gather", "direct", "staged"),
+    ("reduce-scatter", "direct", "staged"),
+    ("all-to-all", "direct", "staged"),
+    ("broadcast --root 1", "direct", "staged"),
+    ("reduce --root 1", "two-shot", "two-shot-staged"),
+    ("gather --root 1", "direct", "staged"),
+    ("scatter --root 1", "direct", "staged"),
+];
+
+#[test]
+fn every_collective_wherever_buffers_lie() {
+    for (collective, direct, staged) in OTHERS {
+        let name = collective.split(' ').next().unwrap();
+        for (arguments, expected) in [
+            ("", direct),
+            ("--in-place --threads", direct),
+            ("--buffers private --threads", staged),
+            ("--buffers private --in-place --threads --blocks 3", staged),
+        ] {
+            // Blocks of one memory change places in an all-to-all.
+            let expected = match (name, arguments.starts_with("--in-place")) {
+                ("all-to-all", true) => "staged",
+                _ => expected,
+            };
+            let report = report_of(
+                collective,
+                &format!("--ranks 3 --min 0 --max 200K --factor 5000 --dtype i16 {arguments}"),
+            );
+            let several_blocks = !["broadcast", "reduce"].contains(&name);
+            let unit = if several_blocks { 6 } else { 2 };
+            assert_right(&report, &[0, unit, unit * 5000]);
+            let row = &report["rows"][2];
+            assert_eq!(row["algorithm"], expected, "{collective} {arguments}");
+            assert_eq!(row["count"], 5000);
+            assert_eq!(report["collective"], name.replace('-', "_"));
+            assert_eq!(report["rows"][1]["algorithm"], "one-shot");
+            let reduces = name.starts_with("reduce");
+            assert_eq!(row["op"], if reduces { "sum" } else { "none" });
+            let rooted = collective.contains("root");
+            assert_eq!(report["root"].as_u64(), rooted.then_some(1));
+            let ratio = row["busbw_gbs"].as_f64().unwrap() / row["algbw_gbs"].as_f64().unwrap();
+            let factor = if several_blocks { 2.0 / 3.0 } else { 1.0 };
+            assert!((ratio - factor).abs() < 1e-9, "{collective}: {ratio}");
+        }
+    }
+}
+
+#[test]
+fn a_table_of_each_collective() {
+    for (collective, direct, _) in OTHERS {
+        let output = run(&format!(
+            "bench {collective} --min 1K --max 64K --factor 8 --iters 3"
+        ));
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        let table = text(&output.stdout);
+        let root = match collective.split_once(" --root 1") {
+            Some((name, _)) => format!(" {name} (root 1): 2 ranks"),
+            None => format!(" {collective}: 2 ranks"),
+        };
+        assert!(table.lines().next().unwrap().contains(&root), "{table}");
+        assert!(table.contains(&format!("; {direct} up to")), "{table}");
+        assert_eq!(
+            table.lines().filter(|line| !line.starts_with('#')).count(),
+            3
+        );
+    }
+    let output = run("bench reduce --root 2 --threads --max 8");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("its root is rank 2, of 2 ranks"));
+}
+
+#[test]
+fn reductions_take_every_operation() {
+    for collective in ["reduce-scatter", "reduce --root 2"] {
+        for (op, dtype) in [
+            ("prod", "f8e4m3"),
+            ("max", "u64"),
+            ("avg", "bf16"),
+            ("min", "f64"),
+        ] {
+            let arguments =
+                format!("--ranks 4 --threads --op {op} --dtype {dtype} --min 4096 --max 4096");
+            let report = report_of(collective, &arguments);
+            assert_right(&report, &[4096]);
+            assert_eq!(report["rows"][0]["op"], op);
+        }
+    }
+}
+
 #[test]
 fn mistakes_are_exit_code_2_and_one_clear_message() {
     for (arguments, words) in [
@@ -156,7 +252,7 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
         ),
         (
             "bench all-reduce --algorithm tree",
-            "the algorithms are one-shot",
+            "of all-reduce the algorithms are one-shot, two-shot, two-shot-staged, ring",
         ),
         (
             "bench all-reduce --min 1M --max 1K",
@@ -175,7 +271,21 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
             "bench all-reduce --algorithm two-shot --buffers private",
             "needs --buffers symmetric",
         ),
-        ("bench all-gather", "unrecognized subcommand"),
+        (
+            "bench all-gather --algorithm ring",
+            "of all-gather the algorithms are one-shot, direct, staged",
+        ),
+        (
+            "bench all-to-all --in-place --algorithm direct",
+            "blocks would overwrite each other",
+        ),
+        (
+            "bench scatter --ranks 3 --root 3",
+            "--root 3, but there are 3 ranks",
+        ),
+        ("bench broadcast --op sum", "unexpected argument '--op'"),
+        ("bench all-gather --root 1", "unexpected argument '--root'"),
+        ("bench all-broadcast", "unrecognized subcommand"),
         ("frobnicate", "unrecognized subcommand"),
     ] {
         // As on a machine without GPUs.
@@ -206,6 +316,13 @@ fn help_and_doctor() {
     let help = run("bench all-reduce --help");
     assert_eq!(help.status.code(), Some(0));
     assert!(text(&help.stdout).contains("--in-place"));
+    let help = text(&run("bench --help").stdout);
+    for (collective, _, _) in OTHERS {
+        assert!(
+            help.contains(collective.split(' ').next().unwrap()),
+            "{help}"
+        );
+    }
     let doctor = run("doctor");
     assert_eq!(doctor.status.code(), Some(0));
     assert!(
@@ -314,6 +431,19 @@ fn ranks_of_other_launchers_find_each_other() {
     });
     assert_eq!(outputs[0].status.code(), Some(2));
     assert!(text(&outputs[0].stderr).contains("--ranks 3, but torchrun started 4"));
+}
+
+#[test]
+fn a_wrong_result_of_copies_is_seen_too() {
+    let outputs = launch(2, torchrun("wrong-gather", 2), |rank| {
+        format!("bench gather --max 16 --iters 3 --format json --seed {rank}")
+    });
+    // Only the root has a result to look at, and says so to all.
+    for output in &outputs {
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    }
+    assert!(text(&outputs[0].stderr).contains("instead of"));
+    assert!(outputs[1].stderr.is_empty());
 }
 
 #[test]

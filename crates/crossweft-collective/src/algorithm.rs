@@ -1,36 +1,65 @@
-//! The all-reduce algorithms, written as plans over all ranks at once.
+//! The algorithms, written as plans over all ranks at once: here the reductions, in [`one_hop`] all else.
 //!
 //! Why none of them needs a barrier at its end is said at each: a rank may run ahead into the next
 //! call, but only as far as its peers' data lets it.
 
-use crossweft_device::packet::PacketType;
 use crossweft_plan::{Buffer, Builder, Chunks, Collective, Operand, Plan, PlanError};
 
-/// An all-reduce algorithm.
+use crate::one_hop::{self, Way};
+
+/// An algorithm. Which collectives it is for, [`of`](Self::of) says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Algorithm {
-    /// Everybody sends everything to everybody as packets, and reduces for itself. One hop: the
-    /// least latency, but each rank receives `n - 1` messages.
+    /// Everybody sends as packets to everybody who needs it, and reduces for itself. One hop: the
+    /// least latency, but in an all-reduce each rank receives `n - 1` messages.
     OneShot,
-    /// Each rank reduces one part of everybody's input and writes it to everybody's output, in
-    /// place, with no copies. Needs registered memory.
+    /// Each rank reduces one part of everybody's input and writes it to every output that is to have
+    /// it, in place, with no copies. Needs registered memory.
     TwoShot,
     /// The same in two steps through scratch memory, for private buffers.
     TwoShotStaged,
     /// Parts travel around a ring, reduced on the way, then once more complete. Each rank only
     /// talks to its neighbours.
     Ring,
+    /// Blocks go from inputs to outputs, with no copies between. Needs registered memory.
+    Direct,
+    /// Blocks go through scratch memory, where whoever needs them reads them, for private buffers.
+    Staged,
+    /// The same in parts, one behind the other, so that large messages need scratch memory for little of them:
+    /// four parts of sixteen.
+    Pipelined,
 }
 
+/// Parts of a message that is [`Pipelined`](Algorithm::Pipelined).
+const PARTS: u32 = 16;
+
 impl Algorithm {
-    /// All of them.
+    /// Those of all-reduce.
     pub const ALL: [Self; 4] = [
         Self::OneShot,
         Self::TwoShot,
         Self::TwoShotStaged,
         Self::Ring,
     ];
+
+    /// Those of a collective; none of those that only plans have.
+    #[must_use]
+    pub const fn of(collective: Collective) -> &'static [Self] {
+        match collective {
+            Collective::AllReduce => &Self::ALL,
+            Collective::Reduce { .. } => &[Self::OneShot, Self::TwoShot, Self::TwoShotStaged],
+            Collective::AllGather
+            | Collective::ReduceScatter
+            | Collective::AllToAll
+            | Collective::Broadcast { .. }
+            | Collective::Gather { .. }
+            | Collective::Scatter { .. } => {
+                &[Self::OneShot, Self::Direct, Self::Staged, Self::Pipelined]
+            }
+            _ => &[],
+        }
+    }
 
     /// The name in tables and on the command line.
     #[must_use]
@@ -40,10 +69,13 @@ impl Algorithm {
             Self::TwoShot => "two-shot",
             Self::TwoShotStaged => "two-shot-staged",
             Self::Ring => "ring",
+            Self::Direct => "direct",
+            Self::Staged => "staged",
+            Self::Pipelined => "pipelined",
         }
     }
 
-    /// The algorithm of that [`name`](Self::name).
+    /// All-reduce's algorithm of that [`name`](Self::name).
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL
@@ -54,19 +86,49 @@ impl Algorithm {
     /// Whether buffers must lie in registered memory.
     #[must_use]
     pub const fn needs_registered(self) -> bool {
-        matches!(self, Self::TwoShot)
+        matches!(self, Self::TwoShot | Self::Direct)
     }
 
-    /// The plan for `ranks` ranks with `blocks` thread blocks each.
+    /// All-reduce's plan for `ranks` ranks with `blocks` thread blocks each.
     ///
     /// # Errors
-    /// [`PlanError`] if there are more ranks or blocks than a plan can hold, or none.
+    /// As for [`plan_of`](Self::plan_of).
     pub fn plan(self, ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
+        self.plan_of(Collective::AllReduce, ranks, blocks)
+    }
+
+    /// The plan of a collective for `ranks` ranks with `blocks` thread blocks each.
+    ///
+    /// # Errors
+    /// [`PlanError`] if there are more ranks or blocks than a plan can hold, or none, or the collective has no such
+    /// algorithm.
+    pub fn plan_of(
+        self,
+        collective: Collective,
+        ranks: u32,
+        blocks: u32,
+    ) -> Result<Plan, PlanError> {
+        let name = match collective {
+            Collective::AllReduce => self.name().to_owned(),
+            _ => format!("{} {self}", collective.name()),
+        };
+        let those = Self::of(collective);
+        if !those.contains(&self) {
+            let those: Vec<_> = those.iter().map(|algorithm| algorithm.name()).collect();
+            let reason = format!("there is no such algorithm; there are {}", those.join(", "));
+            return Err(PlanError::Plan { plan: name, reason });
+        }
+        // Numbers that cannot be, before any work is done for them.
+        Builder::new(&name, collective, ranks, blocks, 1).finish()?;
+        let one_hop = |way| one_hop::plan(&name, collective, way, ranks, blocks);
         match self {
-            _ if ranks == 1 => copy(self.name(), blocks),
-            Self::OneShot => one_shot(ranks, blocks),
-            Self::TwoShot => two_shot(ranks, blocks),
-            Self::TwoShotStaged => two_shot_staged(ranks, blocks),
+            Self::OneShot => one_hop(Way::Packets),
+            Self::Direct => one_hop(Way::Direct),
+            Self::Staged => one_hop(Way::Staged(1)),
+            Self::Pipelined => one_hop(Way::Staged(PARTS)),
+            _ if ranks == 1 => copy(&name, collective, blocks),
+            Self::TwoShot => two_shot(&name, collective, ranks, blocks),
+            Self::TwoShotStaged => two_shot_staged(&name, collective, ranks, blocks),
             Self::Ring => ring(ranks, blocks),
         }
     }
@@ -78,35 +140,35 @@ impl std::fmt::Display for Algorithm {
     }
 }
 
-fn input(rank: u32, chunk: u32) -> Operand {
+pub(crate) fn input(rank: u32, chunk: u32) -> Operand {
     Operand::new(rank, Buffer::Input, chunk)
 }
 
-fn output(rank: u32, chunk: u32) -> Operand {
+pub(crate) fn output(rank: u32, chunk: u32) -> Operand {
     Operand::new(rank, Buffer::Output, chunk)
 }
 
-fn scratch(rank: u32, slot: u32) -> Operand {
+pub(crate) fn scratch(rank: u32, slot: u32) -> Operand {
     Operand::new(rank, Buffer::Scratch, slot)
 }
 
-fn packets(rank: u32, slot: u32) -> Operand {
+pub(crate) fn packets(rank: u32, slot: u32) -> Operand {
     Operand::new(rank, Buffer::Packets, slot)
 }
 
 /// The other ranks, beginning behind `rank`, so that not all start with the same one.
-fn peers(rank: u32, ranks: u32) -> impl Iterator<Item = u32> + Clone {
+pub(crate) fn peers(rank: u32, ranks: u32) -> impl Iterator<Item = u32> + Clone {
     (1..ranks).map(move |step| (rank + step) % ranks)
 }
 
 /// Every rank, beginning with `rank` itself.
-fn everyone(rank: u32, ranks: u32) -> impl Iterator<Item = u32> + Clone {
+pub(crate) fn everyone(rank: u32, ranks: u32) -> impl Iterator<Item = u32> + Clone {
     (0..ranks).map(move |step| (rank + step) % ranks)
 }
 
 /// A rank alone: its input is the result.
-fn copy(name: &str, blocks: u32) -> Result<Plan, PlanError> {
-    let mut b = Builder::new(name, Collective::AllReduce, 1, blocks, 1);
+fn copy(name: &str, collective: Collective, blocks: u32) -> Result<Plan, PlanError> {
+    let mut b = Builder::new(name, collective, 1, blocks, 1);
     for block in 0..blocks {
         let part = Chunks::new(0, 1).sliced(block, blocks);
         b.at(0, block)
@@ -115,33 +177,9 @@ fn copy(name: &str, blocks: u32) -> Result<Plan, PlanError> {
     b.finish()
 }
 
-/// Packet slot `q` of each rank receives rank `q`'s input.
-///
-/// The packets' two halves are all the synchronisation: whoever sends for call e + 2 has received
-/// all of call e + 1, so everyone has read call e.
-fn one_shot(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
-    let mut b = Builder::new("one-shot", Collective::AllReduce, ranks, blocks, 1)
-        .packets(ranks, PacketType::Ll16);
-    for rank in 0..ranks {
-        for block in 0..blocks {
-            let part = Chunks::new(0, 1).sliced(block, blocks);
-            let to = peers(rank, ranks).map(|peer| packets(peer, rank)).collect();
-            // In rank order on every rank: the same bits everywhere.
-            let from = (0..ranks)
-                .map(|q| {
-                    if q == rank {
-                        input(rank, 0)
-                    } else {
-                        packets(rank, q)
-                    }
-                })
-                .collect();
-            b.at(rank, block)
-                .transfer(part, input(rank, 0), to)
-                .reduce_last(part, from, vec![output(rank, 0)]);
-        }
-    }
-    b.finish()
+/// The ranks that get the results of a reduction, beginning with or behind `rank`.
+fn receivers(collective: Collective, rank: u32, ranks: u32) -> impl Iterator<Item = u32> + Clone {
+    everyone(rank, ranks).filter(move |r| collective.root().is_none_or(|root| root == *r))
 }
 
 /// Channels between all pairs, for each block: `channels[rank][block]` lists the rank's own.
@@ -159,10 +197,15 @@ fn connect_all(b: &mut Builder, ranks: u32, blocks: u32) -> Vec<Vec<Vec<u32>>> {
     channels
 }
 
-/// Rank `r` reduces chunk `r` of all inputs into all outputs. The first handshake says that inputs
+/// Rank `r` reduces chunk `r` of all inputs into all outputs that count. The first handshake says that inputs
 /// are ready (and outputs free), the second that they were read (and outputs are complete).
-fn two_shot(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
-    let mut b = Builder::new("two-shot", Collective::AllReduce, ranks, blocks, ranks);
+fn two_shot(
+    name: &str,
+    collective: Collective,
+    ranks: u32,
+    blocks: u32,
+) -> Result<Plan, PlanError> {
+    let mut b = Builder::new(name, collective, ranks, blocks, ranks);
     let channels = connect_all(&mut b, ranks, blocks);
     for rank in 0..ranks {
         for block in 0..blocks {
@@ -170,7 +213,9 @@ fn two_shot(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
             let part = Chunks::new(rank, 1).sliced(block, blocks);
             let from = (0..ranks).map(|q| input(q, rank)).collect();
             // Its own copy first: the others are copied from it, out of the cache.
-            let to = everyone(rank, ranks).map(|q| output(q, rank)).collect();
+            let to = receivers(collective, rank, ranks)
+                .map(|q| output(q, rank))
+                .collect();
             b.at(rank, block)
                 .signal(all)
                 .wait(all)
@@ -187,15 +232,13 @@ fn two_shot(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
 /// The scratch memory's two halves are used in turn: whoever writes for call e + 2 has results of call
 /// e + 1 from every rank, so all have done with call e. (One half would do if all messages had one
 /// size; with another size slots lie elsewhere.)
-fn two_shot_staged(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
-    let mut b = Builder::new(
-        "two-shot-staged",
-        Collective::AllReduce,
-        ranks,
-        blocks,
-        ranks,
-    )
-    .scratch(2 * ranks, true);
+fn two_shot_staged(
+    name: &str,
+    collective: Collective,
+    ranks: u32,
+    blocks: u32,
+) -> Result<Plan, PlanError> {
+    let mut b = Builder::new(name, collective, ranks, blocks, ranks).scratch(2 * ranks, true);
     let channels = connect_all(&mut b, ranks, blocks);
     for rank in 0..ranks {
         for block in 0..blocks {
@@ -214,14 +257,20 @@ fn two_shot_staged(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
                     }
                 })
                 .collect();
-            let to = std::iter::once(output(rank, rank))
-                .chain(peers(rank, ranks).map(|peer| scratch(peer, ranks + rank)))
+            let to = receivers(collective, rank, ranks)
+                .map(|q| match q == rank {
+                    true => output(rank, rank),
+                    false => scratch(q, ranks + rank),
+                })
                 .collect();
             ops.signal(all)
                 .wait(all)
                 .reduce_last(part(rank), from, to)
                 .signal(all)
                 .wait(all);
+            if !receivers(collective, rank, ranks).any(|q| q == rank) {
+                continue;
+            }
             for peer in peers(rank, ranks) {
                 ops.transfer(
                     part(peer),
@@ -288,22 +337,111 @@ fn ring(ranks: u32, blocks: u32) -> Result<Plan, PlanError> {
 
 #[cfg(test)]
 mod tests {
+    use crossweft_plan::Op;
+    use crossweft_plan::check::{Code, Options, Sizes, check};
+
     use super::*;
+
+    /// Each collective, those of one rank with several.
+    fn collectives(ranks: u32) -> Vec<Collective> {
+        let mut all = vec![
+            Collective::AllReduce,
+            Collective::AllGather,
+            Collective::ReduceScatter,
+            Collective::AllToAll,
+        ];
+        for root in [0, ranks / 2, ranks - 1] {
+            all.extend([
+                Collective::Broadcast { root },
+                Collective::Reduce { root },
+                Collective::Gather { root },
+                Collective::Scatter { root },
+            ]);
+        }
+        all
+    }
 
     #[test]
     fn every_algorithm_is_a_sound_plan_for_every_number_of_ranks() {
-        for algorithm in Algorithm::ALL {
-            for ranks in 1..=16 {
-                for blocks in [1, 3] {
-                    let plan = algorithm.plan(ranks, blocks).unwrap();
-                    assert_eq!(plan.world_size(), ranks);
-                    let reaches = plan.reaches_into();
-                    let expected = algorithm.needs_registered() && ranks > 1;
-                    assert_eq!(reaches, (expected, expected), "{algorithm}");
-                    assert_eq!(Plan::from_json(plan.to_json().as_bytes()).unwrap(), plan);
+        for ranks in 1..=16 {
+            for collective in collectives(ranks) {
+                for algorithm in Algorithm::of(collective) {
+                    for blocks in [1, 3] {
+                        let plan = algorithm.plan_of(collective, ranks, blocks).unwrap();
+                        assert_eq!(plan.world_size(), ranks);
+                        let (input, output) = plan.reaches_into();
+                        let expected = algorithm.needs_registered() && ranks > 1;
+                        assert_eq!(input || output, expected, "{}", plan.name);
+                        assert_eq!(Plan::from_json(plan.to_json().as_bytes()).unwrap(), plan);
+                        let found = check(&plan, &Options::default());
+                        let n = ranks;
+                        assert!(found.is_empty(), "{}, {n} ranks: {}", plan.name, found[0]);
+                    }
                 }
             }
         }
+    }
+
+    #[test]
+    fn messages_of_different_sizes_follow_one_another() {
+        for (ranks, blocks) in [(2, 1), (3, 2), (8, 1)] {
+            for collective in collectives(ranks) {
+                for algorithm in Algorithm::of(collective) {
+                    let plan = algorithm.plan_of(collective, ranks, blocks).unwrap();
+                    for sizes in [Sizes::Vary, Sizes::VaryPacked] {
+                        let mut options = Options::default();
+                        options.sizes = sizes;
+                        let found = check(&plan, &options);
+                        assert!(found.is_empty(), "{}, {sizes:?}: {}", plan.name, found[0]);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn without_word_of_its_receivers_a_root_laps_them() {
+        for algorithm in [Algorithm::OneShot, Algorithm::Staged] {
+            let mut plan = algorithm
+                .plan_of(Collective::Broadcast { root: 0 }, 2, 1)
+                .unwrap();
+            assert!(matches!(
+                plan.ranks[0].blocks[0].pop(),
+                Some(Op::Wait { .. })
+            ));
+            assert!(matches!(
+                plan.ranks[1].blocks[0].remove(0),
+                Op::Signal { .. }
+            ));
+            let found = check(&plan, &Options::default());
+            assert!(
+                found.iter().any(|fault| fault.code == Code::Race),
+                "{found:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_collective_has_its_own_algorithms_for_numbers_that_can_be() {
+        let error = Algorithm::Ring.plan_of(Collective::AllGather, 2, 1);
+        let text = error.unwrap_err().to_string();
+        assert!(
+            text.contains("there are one-shot, direct, staged"),
+            "{text}"
+        );
+        assert!(Algorithm::Direct.plan(2, 1).is_err());
+        for (collective, ranks, blocks, words) in [
+            (Collective::Reduce { root: 3 }, 3, 1, "its root is rank 3"),
+            (Collective::Gather { root: 0 }, 0, 1, "0 ranks"),
+            (Collective::AllGather, 2, 0, "0 thread blocks"),
+            (Collective::AllReduce, u32::MAX >> 12, 1, "ranks"),
+        ] {
+            for algorithm in Algorithm::of(collective) {
+                let error = algorithm.plan_of(collective, ranks, blocks).unwrap_err();
+                assert!(error.to_string().contains(words), "{error}");
+            }
+        }
+        assert!(Algorithm::of(Collective::Test).is_empty());
     }
 
     #[test]

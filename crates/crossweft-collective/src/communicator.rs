@@ -8,9 +8,9 @@ use crossweft_executor::{Options, Stage, Staged};
 use crossweft_hal::Device;
 use crossweft_net::launch::Job;
 use crossweft_net::{Cancel, Group, JoinOptions, RendezvousOptions, UniqueId};
-use crossweft_plan::Plan;
+use crossweft_plan::{Collective, Plan};
 
-use crate::all_reduce::{AllReduce, AllReduceOptions};
+use crate::collective::{CollectiveOptions, PreparedCollective};
 use crate::devices::Devices;
 use crate::error::CollectiveError;
 
@@ -145,13 +145,110 @@ impl Communicator {
         Ok(SymmetricBuffer { memory, bytes })
     }
 
-    /// Prepares an all-reduce. Collective; blocks.
+    /// Prepares an all-reduce: every rank's output is the reduction of all inputs. Collective; blocks.
     ///
     /// # Errors
     /// [`CollectiveError`]: ranks disagree, the options do not fit together, no memory, or a peer
     /// died.
-    pub fn all_reduce(&self, options: AllReduceOptions) -> Result<AllReduce, CollectiveError> {
-        AllReduce::prepare(self, options)
+    pub fn all_reduce(
+        &self,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        self.collective(Collective::AllReduce, options)
+    }
+
+    /// Prepares an all-gather: block `r` of every output is rank `r`'s input. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub fn all_gather(
+        &self,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        self.collective(Collective::AllGather, options)
+    }
+
+    /// Prepares a reduce-scatter: rank `r`'s output is the reduction of block `r` of all inputs. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub fn reduce_scatter(
+        &self,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        self.collective(Collective::ReduceScatter, options)
+    }
+
+    /// Prepares an all-to-all: block `q` of rank `r`'s output is block `r` of rank `q`'s input. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub fn all_to_all(
+        &self,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        self.collective(Collective::AllToAll, options)
+    }
+
+    /// Prepares a broadcast: every rank's output is the root's input. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub fn broadcast(
+        &self,
+        root: u32,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        self.collective(Collective::Broadcast { root }, options)
+    }
+
+    /// Prepares a reduce: the root's output is the reduction of all inputs; the others' is left as it is. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub fn reduce(
+        &self,
+        root: u32,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        self.collective(Collective::Reduce { root }, options)
+    }
+
+    /// Prepares a gather: block `r` of the root's output is rank `r`'s input; the others' output is
+    /// left as it is. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub fn gather(
+        &self,
+        root: u32,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        self.collective(Collective::Gather { root }, options)
+    }
+
+    /// Prepares a scatter: rank `r`'s output is block `r` of the root's input. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub fn scatter(
+        &self,
+        root: u32,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        self.collective(Collective::Scatter { root }, options)
+    }
+
+    /// Prepares any collective that has [algorithms](crate::Algorithm::of). Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce); also if there is no algorithm for it, or no such root.
+    pub fn collective(
+        &self,
+        collective: Collective,
+        options: CollectiveOptions,
+    ) -> Result<PreparedCollective, CollectiveError> {
+        PreparedCollective::prepare(self, collective, options)
     }
 
     /// Prepares any plan, for buffers anywhere. Collective; blocks.

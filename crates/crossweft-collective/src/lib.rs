@@ -1,7 +1,7 @@
 //! Collectives: algorithms as plans, the choice between them, and the calls people make.
 //!
 //! * [`Communicator`]: a rank's handle on the job; makes memory and prepares collectives.
-//! * [`AllReduce`]: a prepared all-reduce; picks an algorithm for each size and says why.
+//! * [`PreparedCollective`]: ready to be called; picks an algorithm for each size and says why.
 //! * [`Algorithm`]: the algorithms, each a plan for any number of ranks.
 //! * [`run_in_threads`]: a whole job inside one process; [`run_plan_in_threads`]: one plan, once.
 //! * [`Devices`]: which device each rank computes on.
@@ -9,21 +9,23 @@
 #![forbid(unsafe_code)]
 
 mod algorithm;
-mod all_reduce;
+mod collective;
 mod communicator;
 mod devices;
 mod error;
+mod one_hop;
 mod selector;
 mod threads;
 
 pub use algorithm::Algorithm;
-pub use all_reduce::{AllReduce, AllReduceOptions, Memory};
+pub use collective::{AllReduce, AllReduceOptions, CollectiveOptions, Memory, PreparedCollective};
 pub use communicator::{Communicator, CommunicatorOptions, SymmetricBuffer};
 pub use crossweft_device::{DataType, ReduceOp};
 pub use crossweft_executor::Schedule;
+pub use crossweft_plan::Collective;
 pub use devices::Devices;
 pub use error::CollectiveError;
-pub use selector::{Choice, Selector};
+pub use selector::{Choice, Place, Selector};
 pub use threads::{run_in_threads, run_in_threads_on, run_plan_in_threads};
 
 /// The README's example is a test.

@@ -5,7 +5,20 @@
 
 use std::fmt;
 
+use crossweft_plan::Collective;
+
 use crate::Algorithm;
+
+/// Where buffers lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Anywhere in the process.
+    Private,
+    /// Inputs in one symmetric memory, outputs in another.
+    Symmetric,
+    /// All in one symmetric memory, so that calls may be in place.
+    OneSymmetric,
+}
 
 /// An algorithm for a range of sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,50 +71,97 @@ const ALONE: &str = "a rank alone copies its input";
 const SMALL: &str = "small: one hop, data and flag in one store";
 const SYMMETRIC: &str = "symmetric memory: each rank reduces its share, nothing is copied";
 const PRIVATE: &str = "private buffers: each rank reduces its share through scratch memory";
+const DIRECT: &str = "symmetric memory: blocks go straight to where they belong";
+const STAGED: &str = "private buffers: blocks go through scratch memory";
+const ONE_MEMORY: &str = "one memory, where blocks change places: they go through scratch memory";
+const IN_PARTS: &str = "larger than the scratch memory: blocks go through it in parts";
+
+/// The choices for messages from where one hop of packets stops paying up to `max_bytes`, with one thread block.
+/// Scratch memory is about as large as `piece`.
+fn large(
+    collective: Collective,
+    world_size: u32,
+    place: Place,
+    max_bytes: u64,
+    piece: u64,
+) -> Vec<Choice> {
+    let reduces_in_shares = matches!(
+        collective,
+        Collective::AllReduce | Collective::Reduce { .. }
+    );
+    let (algorithm, reason) = match (reduces_in_shares, place) {
+        _ if world_size == 1 && reduces_in_shares => (Algorithm::TwoShotStaged, ALONE),
+        _ if world_size == 1 => (Algorithm::Staged, ALONE),
+        (true, Place::Private) => (Algorithm::TwoShotStaged, PRIVATE),
+        (true, _) => (Algorithm::TwoShot, SYMMETRIC),
+        (false, Place::Private) => (Algorithm::Staged, STAGED),
+        (false, Place::OneSymmetric) if collective == Collective::AllToAll => {
+            (Algorithm::Staged, ONE_MEMORY)
+        }
+        (false, _) => (Algorithm::Direct, DIRECT),
+    };
+    let choice = |algorithm, up_to, reason| Choice {
+        algorithm,
+        up_to,
+        piece: piece_of(algorithm, collective, world_size, up_to, piece),
+        blocks: 1,
+        reason,
+    };
+    // Of several blocks, parts do not lie side by side: the plan itself goes through them in parts.
+    let (input, output) = collective.blocks(world_size).unwrap_or((1, 1));
+    let at_once = piece / u64::from(input.max(output));
+    if algorithm == Algorithm::Staged && input.max(output) > 1 && max_bytes > at_once {
+        return vec![
+            choice(Algorithm::Staged, at_once, reason),
+            choice(Algorithm::Pipelined, max_bytes, IN_PARTS),
+        ];
+    }
+    vec![choice(algorithm, max_bytes, reason)]
+}
+
+/// The largest part of a message that one launch handles: all of it where it goes through no scratch memory, or where
+/// there are several blocks, whose parts do not lie side by side.
+fn piece_of(
+    algorithm: Algorithm,
+    collective: Collective,
+    world_size: u32,
+    max_bytes: u64,
+    piece: u64,
+) -> u64 {
+    let several_blocks = collective.blocks(world_size) != Some((1, 1));
+    match algorithm.needs_registered() || several_blocks {
+        true => max_bytes,
+        false => piece.min(max_bytes),
+    }
+}
 
 impl Selector {
     /// The choices for messages of up to `max_bytes` bytes.
     #[must_use]
-    pub fn new(world_size: u32, symmetric: bool, max_bytes: u64) -> Self {
-        let piece = |limit: u64| limit.min(max_bytes);
+    pub fn new(collective: Collective, world_size: u32, place: Place, max_bytes: u64) -> Self {
+        let large = large(collective, world_size, place, max_bytes, PIECE);
         if world_size == 1 {
-            return Self::only(Algorithm::TwoShotStaged, max_bytes, piece(PIECE), ALONE);
+            return Self { choices: large };
         }
+        let small = ONE_SHOT_MAX.min(max_bytes);
         let mut choices = vec![Choice {
             algorithm: Algorithm::OneShot,
-            up_to: piece(ONE_SHOT_MAX),
-            piece: piece(ONE_SHOT_MAX),
+            up_to: small,
+            piece: small,
             blocks: 1,
             reason: SMALL,
         }];
-        if max_bytes > ONE_SHOT_MAX {
-            choices.push(if symmetric {
-                Choice {
-                    algorithm: Algorithm::TwoShot,
-                    up_to: max_bytes,
-                    piece: max_bytes,
-                    blocks: 1,
-                    reason: SYMMETRIC,
-                }
-            } else {
-                Choice {
-                    algorithm: Algorithm::TwoShotStaged,
-                    up_to: max_bytes,
-                    piece: piece(PIECE),
-                    blocks: 1,
-                    reason: PRIVATE,
-                }
-            });
-        }
+        choices.extend(large.into_iter().filter(|choice| choice.up_to > small));
         Self { choices }
     }
 
-    /// The choices for messages of up to `max_bytes` bytes on GPUs.
+    /// The choices for messages of up to `max_bytes` bytes on GPUs. Of collectives other than all-reduce the
+    /// limits are not measured.
     #[must_use]
-    pub fn for_gpus(world_size: u32, symmetric: bool, max_bytes: u64) -> Self {
+    pub fn for_gpus(collective: Collective, world_size: u32, place: Place, max_bytes: u64) -> Self {
         if world_size == 1 {
-            let piece = PIECE.min(max_bytes);
-            let mut alone = Self::only(Algorithm::TwoShotStaged, max_bytes, piece, ALONE);
+            let choices = large(collective, world_size, place, max_bytes, PIECE);
+            let mut alone = Self { choices };
             alone.with_blocks(GPU_BLOCKS);
             return alone;
         }
@@ -121,26 +181,22 @@ impl Selector {
                 break;
             }
         }
-        if max_bytes > one_shot_max {
-            let (algorithm, piece, reason) = match symmetric {
-                true => (Algorithm::TwoShot, max_bytes, SYMMETRIC),
-                false => (Algorithm::TwoShotStaged, max_bytes.min(4 * PIECE), PRIVATE),
-            };
-            let medium = max_bytes.min(GPU_MEDIUM_MAX);
-            choices.push(Choice {
-                algorithm,
-                up_to: medium,
-                piece: piece.min(medium),
-                blocks: GPU_BLOCKS,
-                reason,
-            });
-            if max_bytes > medium {
+        let medium = max_bytes.min(GPU_MEDIUM_MAX);
+        let large = large(collective, world_size, place, max_bytes, 4 * PIECE);
+        for choice in large.into_iter().filter(|c| c.up_to > one_shot_max) {
+            if choices.last().is_none_or(|before| before.up_to < medium) {
+                let up_to = choice.up_to.min(medium);
                 choices.push(Choice {
-                    algorithm,
-                    up_to: max_bytes,
-                    piece,
+                    up_to,
+                    piece: choice.piece.min(up_to),
+                    blocks: GPU_BLOCKS,
+                    ..choice.clone()
+                });
+            }
+            if choice.up_to > medium {
+                choices.push(Choice {
                     blocks: GPU_MOST_BLOCKS,
-                    reason,
+                    ..choice
                 });
             }
         }
@@ -156,12 +212,13 @@ impl Selector {
 
     /// One algorithm for every size, because the caller said so.
     #[must_use]
-    pub fn forced(algorithm: Algorithm, max_bytes: u64) -> Self {
-        let piece = if algorithm == Algorithm::TwoShot {
-            max_bytes
-        } else {
-            PIECE.min(max_bytes)
-        };
+    pub fn forced(
+        algorithm: Algorithm,
+        collective: Collective,
+        world_size: u32,
+        max_bytes: u64,
+    ) -> Self {
+        let piece = piece_of(algorithm, collective, world_size, max_bytes, PIECE);
         Self::only(algorithm, max_bytes, piece, "asked for")
     }
 
@@ -221,16 +278,57 @@ mod tests {
     #[test]
     fn small_messages_take_packets_and_large_ones_what_the_buffers_allow() {
         let sizes = [0, 8, ONE_SHOT_MAX, ONE_SHOT_MAX + 1, 1 << 30];
-        let symmetric = Selector::new(2, true, 1 << 30);
+        let symmetric = Selector::new(Collective::AllReduce, 2, Place::Symmetric, 1 << 30);
         let expected = ["one-shot", "one-shot", "one-shot", "two-shot", "two-shot"];
         assert_eq!(names(&symmetric, &sizes), expected);
-        let private = Selector::new(8, false, 1 << 30);
+        let private = Selector::new(Collective::AllReduce, 8, Place::Private, 1 << 30);
         assert_eq!(
             names(&private, &sizes)[3..],
             ["two-shot-staged", "two-shot-staged"]
         );
         assert_eq!(private.choices()[1].piece, PIECE);
-        assert_eq!(Selector::new(4, true, 100).choices().len(), 1);
+        assert_eq!(
+            Selector::new(Collective::AllReduce, 4, Place::Symmetric, 100)
+                .choices()
+                .len(),
+            1
+        );
+    }
+
+    #[test]
+    fn other_collectives_take_what_the_buffers_allow() {
+        let last = |collective, place| {
+            let selector = Selector::new(collective, 4, place, 1 << 30);
+            assert_eq!(selector.choices()[0].algorithm, Algorithm::OneShot);
+            let choice = selector.choices()[1].clone();
+            (choice.algorithm, choice.piece)
+        };
+        let (private, symmetric, one) = (Place::Private, Place::Symmetric, Place::OneSymmetric);
+        let gather = Collective::AllGather;
+        assert_eq!(last(gather, symmetric), (Algorithm::Direct, 1 << 30));
+        assert_eq!(last(gather, one), (Algorithm::Direct, 1 << 30));
+        // Parts of several blocks do not lie side by side.
+        assert_eq!(last(gather, private), (Algorithm::Staged, PIECE / 4));
+        for selector in [
+            Selector::new(gather, 4, private, 1 << 30),
+            Selector::for_gpus(gather, 4, private, 1 << 30),
+        ] {
+            let choices = selector.choices();
+            assert!(choices.is_sorted_by(|a, b| a.up_to < b.up_to));
+            let last = choices.last().unwrap();
+            let expected = (Algorithm::Pipelined, 1 << 30, 1 << 30);
+            assert_eq!((last.algorithm, last.up_to, last.piece), expected);
+        }
+        let alone = Selector::new(gather, 1, private, 0);
+        assert_eq!(alone.choices().len(), 1);
+        let broadcast = Collective::Broadcast { root: 1 };
+        assert_eq!(last(broadcast, private), (Algorithm::Staged, PIECE));
+        let reduce = Collective::Reduce { root: 1 };
+        assert_eq!(last(reduce, symmetric), (Algorithm::TwoShot, 1 << 30));
+        assert_eq!(last(reduce, private), (Algorithm::TwoShotStaged, PIECE));
+        let all_to_all = Collective::AllToAll;
+        assert_eq!(last(all_to_all, symmetric), (Algorithm::Direct, 1 << 30));
+        assert_eq!(last(all_to_all, one), (Algorithm::Staged, PIECE / 4));
     }
 
     #[test]
@@ -242,7 +340,7 @@ mod tests {
             (4, 20 << 10),
             (8, 64 << 10),
         ] {
-            let selector = Selector::for_gpus(ranks, true, max);
+            let selector = Selector::for_gpus(Collective::AllReduce, ranks, Place::Symmetric, max);
             let choices = selector.choices();
             assert!(choices.is_sorted_by(|a, b| a.up_to < b.up_to));
             let small = choices.iter().filter(|c| c.algorithm == Algorithm::OneShot);
@@ -250,12 +348,12 @@ mod tests {
             assert_eq!(choices.last().unwrap().up_to, max);
             assert!(choices.iter().all(|c| c.piece <= max && c.blocks >= 1));
         }
-        let two = Selector::for_gpus(2, true, 1 << 30);
+        let two = Selector::for_gpus(Collective::AllReduce, 2, Place::Symmetric, 1 << 30);
         assert_eq!(
             names(&two, &[8, 768 << 10, 769 << 10]),
             ["one-shot", "one-shot", "two-shot"]
         );
-        let eight = Selector::for_gpus(8, false, 1 << 30);
+        let eight = Selector::for_gpus(Collective::AllReduce, 8, Place::Private, 1 << 30);
         assert_eq!(
             names(&eight, &[109 << 10, 110 << 10]),
             ["one-shot", "two-shot-staged"]
@@ -264,7 +362,7 @@ mod tests {
 
     #[test]
     fn it_says_what_and_why() {
-        let text = Selector::new(2, true, 1 << 20).to_string();
+        let text = Selector::new(Collective::AllReduce, 2, Place::Symmetric, 1 << 20).to_string();
         assert!(
             text.starts_with("one-shot up to 512 B (small: one hop"),
             "{text}"

@@ -4,8 +4,8 @@
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Algorithm, AllReduceOptions, CollectiveError, Communicator, CommunicatorOptions, DataType,
-    ReduceOp, run_in_threads,
+    Algorithm, AllReduceOptions, Collective, CollectiveError, CollectiveOptions, Communicator,
+    CommunicatorOptions, DataType, ReduceOp, run_in_threads,
 };
 
 const RANKS: u32 = 3;
@@ -81,6 +81,122 @@ fn another_collective_is_named_on_both_sides() {
         &["is in call 2 of plan 0", "this rank is in call 2 of plan 1"],
     );
     assert_words(&errors[2], &["is in call 2 of plan"]);
+}
+
+/// The collectives but all-reduce.
+const OTHERS: [Collective; 7] = [
+    Collective::AllGather,
+    Collective::ReduceScatter,
+    Collective::AllToAll,
+    Collective::Broadcast { root: 0 },
+    Collective::Reduce { root: 0 },
+    Collective::Gather { root: 0 },
+    Collective::Scatter { root: 0 },
+];
+
+/// What the ranks of a job of two say.
+fn errors_of_two(
+    rank_main: impl Fn(&Communicator) -> Result<String, CollectiveError> + Sync,
+) -> Vec<String> {
+    let started = Instant::now();
+    let options = CommunicatorOptions {
+        timeout: Duration::from_secs(120),
+    };
+    let errors = run_in_threads(2, options, rank_main).unwrap();
+    assert!(started.elapsed() < Duration::from_secs(60));
+    errors
+}
+
+#[test]
+fn another_collective_or_root_is_named_when_it_is_prepared() {
+    let options = || CollectiveOptions::copies(DataType::F32, 1 << 10);
+    for collective in OTHERS {
+        let errors = errors_of_two(|communicator| {
+            let mine = match communicator.rank() {
+                0 => collective,
+                _ => Collective::AllReduce,
+            };
+            Ok(communicator
+                .collective(mine, options())
+                .unwrap_err()
+                .to_string())
+        });
+        for error in errors {
+            let name = format!("`{} one-shot`", collective.name());
+            assert_words(&error, &["ranks disagree", &name, "`one-shot`"]);
+        }
+    }
+    let errors = errors_of_two(|communicator| {
+        let prepared = communicator.broadcast(communicator.rank(), options());
+        Ok(prepared.unwrap_err().to_string())
+    });
+    assert_words(&errors[0], &["ranks disagree", "`broadcast one-shot`"]);
+}
+
+#[test]
+fn another_size_of_any_collective_is_named_on_both_sides() {
+    std::thread::scope(|scope| {
+        for collective in OTHERS {
+            for algorithm in Algorithm::of(collective) {
+                scope.spawn(move || another_size(collective, *algorithm));
+            }
+        }
+    });
+}
+
+fn another_size(collective: Collective, algorithm: Algorithm) {
+    for (odd, usual) in [(8, 16), (4096, 64)] {
+        let errors = errors_of_two(|communicator| {
+            let buffer = communicator.allocate(1 << 14)?;
+            let other = communicator.allocate(1 << 14)?;
+            let options = CollectiveOptions::new(DataType::F32, ReduceOp::Sum, 1 << 12)
+                .symmetric(&buffer, &other)
+                .algorithm(algorithm);
+            let call = communicator.collective(collective, options)?;
+            // The first call is the same everywhere.
+            call.run_symmetric(0, 0, 256)?;
+            let bytes = if communicator.rank() == 1 { odd } else { usual };
+            let error = call.run_symmetric(0, 0, bytes).unwrap_err();
+            Ok(error.to_string())
+        });
+        let (odd, usual) = (format!("{odd} bytes"), format!("{usual} bytes"));
+        for (rank, error) in (0..).zip(&errors) {
+            let own = format!("rank {rank}, plan `{} {algorithm}`", collective.name());
+            assert_words(error, &[&own, &odd, &usual]);
+        }
+    }
+}
+
+#[test]
+fn a_call_of_another_collective_is_named_on_both_sides() {
+    std::thread::scope(|scope| {
+        for collective in OTHERS {
+            scope.spawn(move || another_call(collective));
+        }
+    });
+}
+
+fn another_call(collective: Collective) {
+    let errors = errors_of_two(|communicator| {
+        let buffer = communicator.allocate(1 << 12)?;
+        let options = || {
+            CollectiveOptions::new(DataType::F32, ReduceOp::Sum, 256).symmetric(&buffer, &buffer)
+        };
+        let call = communicator.collective(collective, options())?;
+        let all_reduce = communicator.all_reduce(options())?;
+        call.run_symmetric(0, 0, 64)?;
+        all_reduce.run_symmetric(0, 0, 64)?;
+        let mine = if communicator.rank() == 1 {
+            all_reduce
+        } else {
+            call
+        };
+        Ok(mine.run_symmetric(0, 0, 64).unwrap_err().to_string())
+    });
+    let other = format!("({} one-shot, f32 sum) with 64 bytes", collective.name());
+    let words = [&*other, "(one-shot, f32 sum) with 64 bytes"];
+    assert_words(&errors[0], &words);
+    assert_words(&errors[1], &words);
 }
 
 #[test]

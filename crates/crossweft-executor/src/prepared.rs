@@ -11,7 +11,7 @@ use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::{Grid, Schedule, reducer};
 use crossweft_hal::{Device, HalError, Memory};
-use crossweft_plan::{Collective, InPlace, Plan};
+use crossweft_plan::{Buffer, Collective, InPlace, Plan};
 
 use crate::ExecutorError;
 use crate::cuda::{CudaLauncher, Unfit};
@@ -273,8 +273,8 @@ impl Prepared {
         self.options.max_bytes
     }
 
-    /// Bytes of the message whose input has `input` bytes and whose output has `output`; the largest that was
-    /// prepared for, of a plan that has neither.
+    /// Bytes of the message whose input has `input` bytes and whose output has `output`; a buffer of this rank that
+    /// no operation touches may be empty. The largest that was prepared for, of a plan that has neither.
     ///
     /// # Errors
     /// [`ExecutorError::Usage`] if they are not the plan's blocks of one message.
@@ -584,6 +584,8 @@ struct Shape {
     multiple_of: u64,
     /// In place, the smaller buffer lies elsewhere on every rank, so peers cannot reach into it.
     reaches_into_smaller: bool,
+    /// Whether anybody reads this rank's input, or writes its output: `(input, output)`.
+    uses: (bool, bool),
 }
 
 impl Shape {
@@ -592,9 +594,17 @@ impl Shape {
         let (input, output) = plan.reaches_into();
         let own = plan.collective.is_own_block();
         let reaches_into_smaller = input && own.0 || output && own.1;
+        let uses = |buffer| {
+            plan.all_ops().any(|(_, op)| {
+                let (from, to) = op.operands();
+                let mut operands = from.iter().chain(to);
+                operands.any(|o| o.rank == rank && o.buffer == buffer)
+            })
+        };
         Self {
             rank,
             reaches_into_smaller,
+            uses: (uses(Buffer::Input), uses(Buffer::Output)),
             collective: plan.collective,
             in_place: plan.in_place,
             input_blocks: plan.input_blocks,
@@ -604,11 +614,16 @@ impl Shape {
         }
     }
 
-    /// Bytes of the message of buffers of these sizes, if they fit together.
+    /// Bytes of the message of buffers of these sizes, if they fit together. One that nobody uses may be
+    /// empty.
     fn message(&self, input: u64, output: u64) -> Option<u64> {
         let (i, o) = (u64::from(self.input_blocks), u64::from(self.output_blocks));
-        let bytes = input.checked_div(i).or_else(|| output.checked_div(o))?;
-        (input == bytes * i && output == bytes * o).then_some(bytes)
+        let of_input = input.checked_div(i).filter(|_| input > 0 || self.uses.0);
+        let bytes = of_input.or_else(|| output.checked_div(o))?;
+        let fits = |length: u64, blocks: u64, is_used: bool| {
+            length == bytes * blocks || length == 0 && !is_used
+        };
+        (fits(input, i, self.uses.0) && fits(output, o, self.uses.1)).then_some(bytes)
     }
 
     /// Where this rank's input and output begin in the one buffer.

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crossweft_collective::{
-    AllReduce, AllReduceOptions, Communicator as Core, CommunicatorOptions, DataType, Devices,
-    ReduceOp,
+    Collective, CollectiveOptions, Communicator as Core, CommunicatorOptions, DataType, Devices,
+    PreparedCollective, ReduceOp,
 };
 use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
 use crossweft_hal::{Device, cuda};
@@ -101,8 +101,8 @@ pub(crate) struct Communicator {
     plans: Mutex<HashMap<PlanKey, Arc<Staged>>>,
     /// Those that larger ones have replaced: a GPU may still be working on their last launch.
     replaced: Mutex<Vec<Arc<Staged>>>,
-    replaced_all_reduces: Mutex<Vec<Arc<Prepared>>>,
-    all_reduces: Mutex<HashMap<(DataType, ReduceOp), Arc<Prepared>>>,
+    replaced_collectives: Mutex<Vec<Arc<Prepared>>>,
+    collectives: Mutex<HashMap<CollectiveKey, Arc<Prepared>>>,
 }
 
 /// What a plan is prepared for, apart from the size.
@@ -115,9 +115,12 @@ struct PlanKey {
     staged: bool,
 }
 
+/// What a collective is prepared for, apart from the size.
+type CollectiveKey = (Collective, DataType, ReduceOp);
+
 #[derive(Debug)]
 struct Prepared {
-    all_reduce: AllReduce,
+    call: PreparedCollective,
     max_bytes: u64,
 }
 
@@ -163,8 +166,8 @@ impl Communicator {
             signals,
             plans: Mutex::default(),
             replaced: Mutex::default(),
-            replaced_all_reduces: Mutex::default(),
-            all_reduces: Mutex::default(),
+            replaced_collectives: Mutex::default(),
+            collectives: Mutex::default(),
         })
     }
 
@@ -225,35 +228,104 @@ impl Communicator {
             .map(Arc::new)
     }
 
-    /// An all-reduce for messages of `bytes` bytes at least. Collective if it is not there yet.
-    fn prepared_all_reduce(
+    /// Prepares a collective if that has not been done, and calls it. `output` of none is in place.
+    fn collective<'py>(
+        &self,
+        (collective, op): (Collective, Option<&str>),
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = input.py();
+        // Where nothing is reduced, it does not matter.
+        let op = op.map_or(Ok(ReduceOp::Sum), plan::reduce_op)?;
+        let mut operands = Operands::new(input, output, plan::dtype(dtype)?, stream)?;
+        if !self.computes_on(operands.place())? {
+            return Err(Exception::usage(format!(
+                "the tensor is on the host, but this communicator computes on {}; copy the tensor there, or \
+                 make a communicator of the CPU device",
+                self.device()
+            )));
+        }
+        let blocks = collective.blocks(self.core.world_size()).unwrap_or((1, 1));
+        let bytes = self.message(collective, blocks, &operands)?;
+        let key = (collective, operands.input.dtype, op);
+        let prepared = self.prepared_collective(py, key, bytes)?;
+        self.launch_collective(py, &prepared.call, &mut operands, bytes, stream)?;
+        Ok(output.unwrap_or(input).clone())
+    }
+
+    /// Bytes of a message of tensors that must be as large as the collective says. One that it has no use for
+    /// on this rank may be empty.
+    fn message(
+        &self,
+        collective: Collective,
+        (i, o): (u32, u32),
+        operands: &Operands,
+    ) -> PyResult<u64> {
+        let input = operands.input.bytes;
+        let Some(output) = &operands.output else {
+            let blocks = u64::from(i.max(o));
+            return match input.is_multiple_of(blocks) {
+                true => Ok(input / blocks),
+                false => Err(Exception::tensor(format!(
+                    "the tensor has {input} bytes, which are no {blocks} blocks of one size"
+                ))),
+            };
+        };
+        let output = output.bytes;
+        let is_root = collective.root() == Some(self.core.rank());
+        let (needs_input, needs_output) = match collective {
+            Collective::Broadcast { .. } | Collective::Scatter { .. } => (is_root, true),
+            Collective::Reduce { .. } | Collective::Gather { .. } => (true, is_root),
+            _ => (true, true),
+        };
+        let (i, o) = (u64::from(i), u64::from(o));
+        let message = if needs_input { input / i } else { output / o };
+        let fits = |bytes: u64, blocks: u64, is_needed: bool| {
+            bytes == message * blocks || bytes == 0 && !is_needed
+        };
+        match fits(input, i, needs_input) && fits(output, o, needs_output) {
+            true => Ok(message),
+            false if (i, o) == (1, 1) => Err(Exception::tensor(format!(
+                "the input has {input} bytes, the output {output}"
+            ))),
+            false => Err(Exception::tensor(format!(
+                "the input has {input} bytes, the output {output}; they must be {i} and {o} blocks of one size"
+            ))),
+        }
+    }
+
+    /// A collective for messages of `bytes` bytes at least. Collective if it is not there yet.
+    fn prepared_collective(
         &self,
         py: Python<'_>,
-        key: (DataType, ReduceOp),
+        key: CollectiveKey,
         bytes: u64,
     ) -> PyResult<Arc<Prepared>> {
-        if let Some(found) = lock(&self.all_reduces).get(&key)
+        if let Some(found) = lock(&self.collectives).get(&key)
             && found.max_bytes >= bytes
         {
             return Ok(Arc::clone(found));
         }
         let max_bytes = room(bytes);
-        let options = AllReduceOptions::new(key.0, key.1, max_bytes);
-        let all_reduce = self.together(py, |core| core.all_reduce(options))?;
-        let prepared = Arc::new(Prepared {
-            all_reduce,
-            max_bytes,
-        });
-        let replaced = lock(&self.all_reduces).insert(key, Arc::clone(&prepared));
-        lock(&self.replaced_all_reduces).extend(replaced);
+        let (collective, dtype, op) = key;
+        let options = CollectiveOptions::new(dtype, op, max_bytes);
+        let call = self.together(py, |core| core.collective(collective, options))?;
+        let prepared = Arc::new(Prepared { call, max_bytes });
+        let replaced = lock(&self.collectives).insert(key, Arc::clone(&prepared));
+        lock(&self.replaced_collectives).extend(replaced);
         Ok(prepared)
     }
 
-    fn launch_all_reduce(
+    /// Calls it on tensors whose messages have `bytes` bytes.
+    fn launch_collective(
         &self,
         py: Python<'_>,
-        all_reduce: &AllReduce,
+        call: &PreparedCollective,
         operands: &mut Operands,
+        bytes: u64,
         stream: Option<u64>,
     ) -> PyResult<()> {
         if operands.place() == Place::Host {
@@ -261,18 +333,21 @@ impl Communicator {
             let run = || match &mut operands.output {
                 // SAFETY: nobody else uses them until the call has ended, or gets what comes of it; they do
                 // not overlap.
-                Some(output) => unsafe { all_reduce.run(operands.input.read(), output.write()) },
+                Some(output) => unsafe { call.run(operands.input.read(), output.write()) },
                 // SAFETY: as above.
-                None => unsafe { all_reduce.run_in_place(operands.input.write()) },
+                None => unsafe { call.run_in_place(operands.input.write()) },
             };
             return py.detach(run).map_err(|error| self.failed(&error));
         }
         let stream = self.stream(stream.or(operands.input.stream).unwrap_or(0))?;
-        let bytes = operands.input.bytes;
         let (input, output) = operands.addresses();
-        let (prepared, piece) = all_reduce
-            .select(bytes)
-            .map_err(|error| self.failed(&error))?;
+        let (prepared, piece) = call.select(bytes).map_err(|error| self.failed(&error))?;
+        // In place, the smaller one is a block of the larger.
+        let (own_input, own_output) = match operands.output {
+            None => prepared.in_place_offsets(bytes),
+            Some(_) => (0, 0),
+        };
+        let (input, output) = (input + own_input, output + own_output);
         let launch = || {
             let mut done = 0;
             while done < bytes {
@@ -582,28 +657,128 @@ impl Communicator {
         dtype: Option<&Bound<'py, PyAny>>,
         stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = input.py();
-        let op = plan::reduce_op(op)?;
-        let mut operands = Operands::new(input, output, plan::dtype(dtype)?, stream)?;
-        if !self.computes_on(operands.place())? {
-            return Err(Exception::usage(format!(
-                "the tensor is on the host, but this communicator computes on {}; copy the tensor there, or \
-                 make a communicator of the CPU device",
-                self.device()
-            )));
-        }
-        let (dtype, bytes) = (operands.input.dtype, operands.input.bytes);
-        if let Some(output) = &operands.output
-            && output.bytes != bytes
-        {
-            return Err(Exception::tensor(format!(
-                "the input has {bytes} bytes, the output {}",
-                output.bytes
-            )));
-        }
-        let prepared = self.prepared_all_reduce(py, (dtype, op), bytes)?;
-        self.launch_all_reduce(py, &prepared.all_reduce, &mut operands, stream)?;
-        Ok(output.unwrap_or(input).clone())
+        let what = (Collective::AllReduce, Some(op));
+        self.collective(what, input, output, dtype, stream)
+    }
+
+    /// Block `r` of every output is rank `r`'s input.
+    #[pyo3(signature = (input, output = None, *, dtype = None, stream = None))]
+    fn all_gather<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.collective((Collective::AllGather, None), input, output, dtype, stream)
+    }
+
+    /// Rank `r`'s output is the reduction of block `r` of all inputs.
+    #[pyo3(signature = (input, output = None, *, op = "sum", dtype = None, stream = None))]
+    fn reduce_scatter<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        op: &str,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.collective(
+            (Collective::ReduceScatter, Some(op)),
+            input,
+            output,
+            dtype,
+            stream,
+        )
+    }
+
+    /// Block `q` of rank `r`'s output is block `r` of rank `q`'s input.
+    #[pyo3(signature = (input, output = None, *, dtype = None, stream = None))]
+    fn all_to_all<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.collective((Collective::AllToAll, None), input, output, dtype, stream)
+    }
+
+    /// Every output is the root's input.
+    #[pyo3(signature = (input, output = None, *, root = 0, dtype = None, stream = None))]
+    fn broadcast<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        root: u32,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.collective(
+            (Collective::Broadcast { root }, None),
+            input,
+            output,
+            dtype,
+            stream,
+        )
+    }
+
+    /// The root's output is the reduction of all inputs.
+    #[pyo3(signature = (input, output = None, *, root = 0, op = "sum", dtype = None, stream = None))]
+    fn reduce<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        root: u32,
+        op: &str,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.collective(
+            (Collective::Reduce { root }, Some(op)),
+            input,
+            output,
+            dtype,
+            stream,
+        )
+    }
+
+    /// Block `r` of the root's output is rank `r`'s input.
+    #[pyo3(signature = (input, output = None, *, root = 0, dtype = None, stream = None))]
+    fn gather<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        root: u32,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.collective(
+            (Collective::Gather { root }, None),
+            input,
+            output,
+            dtype,
+            stream,
+        )
+    }
+
+    /// Rank `r`'s output is block `r` of the root's input.
+    #[pyo3(signature = (input, output = None, *, root = 0, dtype = None, stream = None))]
+    fn scatter<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: Option<&Bound<'py, PyAny>>,
+        root: u32,
+        dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.collective(
+            (Collective::Scatter { root }, None),
+            input,
+            output,
+            dtype,
+            stream,
+        )
     }
 
     /// Runs a plan, which is prepared when it is first seen.

@@ -77,7 +77,8 @@ impl Tensor {
             tensor.dtype = dtype;
         }
         let size = tensor.dtype.size() as u64;
-        if !tensor.address.is_multiple_of(size) {
+        // An empty one may lie anywhere.
+        if tensor.bytes > 0 && !tensor.address.is_multiple_of(size) {
             return Err(Exception::tensor(format!(
                 "the {what} lies at {:#x}, which is not aligned to its elements of {size} bytes; copy it",
                 tensor.address

@@ -5,51 +5,61 @@
 //! all-reduce lines the ranks up. A call takes as long as it takes the slowest rank.
 
 use std::io::IsTerminal;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    AllReduceOptions, CollectiveError, Communicator, DataType, ReduceOp, SymmetricBuffer,
+    Collective, CollectiveError, CollectiveOptions, Communicator, DataType, PreparedCollective,
+    ReduceOp, SymmetricBuffer,
 };
 use crossweft_hal as hal;
-use crossweft_verify::{Pattern, check_all_reduce, fill, fingerprint};
+use crossweft_verify::{Pattern, fingerprint};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::options::{AllReduce, Buffers};
+use super::options::{Bench as Options, Buffers};
 use super::report::{Header, Report, Row};
+use crate::verdict::TestData;
 use crate::{Format, print_line};
 
 /// Runs the benchmark as one rank. Rank 0 prints. Returns the number of wrong elements, the same on
 /// every rank.
 pub(crate) fn run(
-    options: &AllReduce,
+    options: &Options,
     communicator: &Communicator,
     started_as: &str,
     machine: &str,
 ) -> Result<u64, CollectiveError> {
-    let sizes = options.sizes();
-    let max = sizes.iter().copied().max().unwrap_or(0);
-    let memory = Memory::new(options, communicator, max)?;
-    let mut prepare = AllReduceOptions::new(options.dtype, options.op, max);
-    prepare.algorithm = options.algorithm;
-    prepare.blocks = options.blocks;
+    let (rank, world_size) = (communicator.rank(), communicator.world_size());
+    let usage = |reason| CollectiveError::Usage { rank, reason };
+    let sizes = options.sizes(world_size);
+    let max = sizes.iter().copied().max().unwrap_or(0) / options.blocks(world_size).2;
+    let shape = Shape::new(options, rank, world_size);
+    let memory = Memory::new(options, communicator, &shape.spans(max))?;
+    // Where nothing is reduced, it does not matter.
+    let op = options.op.unwrap_or(ReduceOp::Sum);
+    let mut prepare = CollectiveOptions::new(options.common.dtype, op, max);
+    prepare.algorithm = options.algorithm().map_err(usage)?;
+    prepare.blocks = options.common.blocks;
     if let Memory::Symmetric { input, output } = &memory {
         prepare = prepare.symmetric(input, output);
     }
-    let all_reduce = communicator.all_reduce(prepare)?;
-    let gate = communicator.all_reduce(AllReduceOptions::new(DataType::U64, ReduceOp::Sum, 8))?;
+    let call = communicator.collective(options.collective, prepare)?;
+    let gate = communicator.all_reduce(CollectiveOptions::new(DataType::U64, ReduceOp::Sum, 8))?;
 
     let header = Header::new(
         options,
         communicator,
         (started_as, machine),
-        all_reduce.selector().to_string(),
+        call.selector().to_string(),
     );
     let mut printer = Printer::new(options, communicator.rank(), header, sizes.len());
     let mut bench = Bench {
         options,
         communicator,
         memory,
-        all_reduce,
+        shape,
+        op,
+        call,
         gate,
         gate_memory: match communicator.device() {
             hal::Device::Cpu => None,
@@ -65,6 +75,52 @@ pub(crate) fn run(
     }
     printer.end();
     Ok(all_wrong)
+}
+
+/// Of how many messages input and output are, and how they lie in one buffer.
+struct Shape {
+    in_place: bool,
+    input: u64,
+    output: u64,
+    /// In place, the message that the input, or the output, begins with.
+    first: (u64, u64),
+}
+
+/// Where input and output of one call lie, in bytes of the input's buffer and of the output's.
+struct Spans {
+    input: Range<usize>,
+    output: Range<usize>,
+    /// The larger of both.
+    larger: usize,
+}
+
+impl Shape {
+    fn new(options: &Options, rank: u32, world_size: u32) -> Self {
+        let (input, output, _) = options.blocks(world_size);
+        let in_place = options.common.in_place;
+        let own = |is_own| match in_place && is_own {
+            true => u64::from(rank),
+            false => 0,
+        };
+        let (own_input, own_output) = options.collective.is_own_block();
+        Self {
+            in_place,
+            input,
+            output,
+            first: (own(own_input), own(own_output)),
+        }
+    }
+
+    fn spans(&self, message: u64) -> Spans {
+        let range = |first: u64, blocks: u64| {
+            (first * message) as usize..((first + blocks) * message) as usize
+        };
+        Spans {
+            input: range(self.first.0, self.input),
+            output: range(self.first.1, self.output),
+            larger: (self.input.max(self.output) * message) as usize,
+        }
+    }
 }
 
 /// The buffers under test.
@@ -85,82 +141,98 @@ enum Memory {
 }
 
 impl Memory {
+    /// For what lies there at most.
     fn new(
-        options: &AllReduce,
+        options: &Options,
         communicator: &Communicator,
-        bytes: u64,
+        spans: &Spans,
     ) -> Result<Self, CollectiveError> {
-        match options.buffers {
+        let in_place = options.common.in_place;
+        let input = if in_place {
+            spans.larger
+        } else {
+            spans.input.len()
+        };
+        let output = spans.output.len();
+        match options.common.buffers {
             Buffers::Symmetric => {
-                let input = communicator.allocate(bytes)?;
-                let output = if options.in_place {
+                let input = communicator.allocate(input as u64)?;
+                let output = if in_place {
                     input.clone()
                 } else {
-                    communicator.allocate(bytes)?
+                    communicator.allocate(output as u64)?
                 };
                 Ok(Self::Symmetric { input, output })
             }
             Buffers::Private if !matches!(communicator.device(), hal::Device::Cpu) => {
-                let allocate = || communicator.device().allocate(bytes).map(Box::new);
+                let allocate = |bytes: usize| {
+                    let memory = communicator.device().allocate(bytes as u64);
+                    memory.map(Box::new)
+                };
                 Ok(Self::Device {
-                    input: allocate()?,
-                    output: match options.in_place {
+                    input: allocate(input)?,
+                    output: match in_place {
                         true => None,
-                        false => Some(allocate()?),
+                        false => Some(allocate(output)?),
                     },
                 })
             }
             Buffers::Private => {
-                let bytes = bytes as usize;
-                let output = if options.in_place {
+                let output = if in_place {
                     Vec::new()
                 } else {
-                    vec![0; bytes]
+                    vec![0; output]
                 };
                 Ok(Self::Private {
-                    input: vec![0; bytes],
+                    input: vec![0; input],
                     output,
                 })
             }
         }
     }
 
-    /// Writes the input, and something else into the output.
-    fn write(&mut self, data: &[u8], in_place: bool) -> Result<(), CollectiveError> {
-        let n = data.len();
+    /// Writes into the buffer that the input lies in.
+    fn write_input(&mut self, offset: usize, data: &[u8]) -> Result<(), CollectiveError> {
         match self {
-            Self::Symmetric { input, .. } => input.write(0, data),
+            Self::Symmetric { input, .. } => input.write(offset as u64, data),
             Self::Private { input, .. } => {
-                input[..n].copy_from_slice(data);
+                input[offset..offset + data.len()].copy_from_slice(data);
                 Ok(())
             }
-            Self::Device { input, .. } => Ok(input.write(0, data)?),
-        }?;
-        // A result left over from an earlier call must not pass for a new one.
-        match self {
-            _ if in_place => Ok(()),
-            Self::Symmetric { output, .. } => output.write(0, &vec![0xa5; n]),
-            Self::Private { output, .. } => {
-                output[..n].fill(0xa5);
-                Ok(())
-            }
-            Self::Device { output, .. } => {
-                output
-                    .iter()
-                    .try_for_each(|output| output.write(0, &vec![0xa5; n]))?;
-                Ok(())
-            }
+            Self::Device { input, .. } => Ok(input.write(offset as u64, data)?),
         }
     }
 
-    fn read(&self, bytes: usize, in_place: bool) -> Result<Vec<u8>, CollectiveError> {
-        let mut result = vec![0; bytes];
+    /// Writes the input, and something else to where the output comes: a result left over from an earlier call must
+    /// not pass for a new one.
+    fn write(&mut self, data: &[u8], spans: &Spans, in_place: bool) -> Result<(), CollectiveError> {
+        let n = if in_place {
+            spans.larger
+        } else {
+            spans.output.len()
+        };
+        let junk = vec![0xa5; n];
         match self {
-            Self::Symmetric { output, .. } => output.read(0, &mut result)?,
-            Self::Private { input, .. } if in_place => result.copy_from_slice(&input[..bytes]),
-            Self::Private { output, .. } => result.copy_from_slice(&output[..bytes]),
+            _ if in_place => self.write_input(0, &junk)?,
+            Self::Symmetric { output, .. } => output.write(0, &junk)?,
+            Self::Private { output, .. } => output[..n].copy_from_slice(&junk),
+            Self::Device { output, .. } => output
+                .iter()
+                .try_for_each(|output| output.write(0, &junk))?,
+        }
+        self.write_input(spans.input.start, data)
+    }
+
+    fn read(&self, spans: &Spans, in_place: bool) -> Result<Vec<u8>, CollectiveError> {
+        let place = spans.output.clone();
+        let mut result = vec![0; place.len()];
+        match self {
+            Self::Symmetric { output, .. } => output.read(place.start as u64, &mut result)?,
+            Self::Private { input, .. } if in_place => result.copy_from_slice(&input[place]),
+            Self::Private { output, .. } => result.copy_from_slice(&output[place]),
             Self::Device { input, output } => {
-                output.as_ref().unwrap_or(input).read(0, &mut result)?;
+                let memory = output.as_ref().unwrap_or(input);
+                memory.read(place.start as u64, &mut result)?;
             }
         }
         Ok(result)
@@ -168,28 +240,33 @@ impl Memory {
 }
 
 struct Bench<'a> {
-    options: &'a AllReduce,
+    options: &'a Options,
     communicator: &'a Communicator,
     memory: Memory,
-    all_reduce: crossweft_collective::AllReduce,
+    shape: Shape,
+    op: ReduceOp,
+    /// What is measured.
+    call: PreparedCollective,
     /// A tiny all-reduce that lines the ranks up.
-    gate: crossweft_collective::AllReduce,
+    gate: PreparedCollective,
     /// What it works on, on a GPU.
     gate_memory: Option<hal::Memory>,
 }
 
 impl Bench<'_> {
+    /// Measures messages such that the larger of input and output has `bytes` bytes.
     fn size(&mut self, bytes: u64) -> Result<Row, CollectiveError> {
+        let world_size = self.communicator.world_size();
+        let message = bytes / self.options.blocks(world_size).2;
         let mut wrong = 0;
         for pattern in [Pattern::Random, Pattern::Exact] {
-            wrong += self.check(pattern, bytes)?;
+            wrong += self.check(pattern, message)?;
         }
-        let times = self.time(bytes)?;
+        let times = self.time(bytes, message)?;
         let (times, wrong) = self.gather(&times, wrong)?;
-        let graph = self.time_in_graph(bytes)?;
+        let graph = self.time_in_graph(message)?;
         let (graph, _) = self.gather(&graph, 0)?;
-        let algorithm = self.all_reduce.explain(bytes).algorithm.name();
-        let world_size = self.communicator.world_size();
+        let algorithm = self.call.explain(message).algorithm.name();
         Ok(Row::new(
             self.options,
             world_size,
@@ -203,16 +280,16 @@ impl Bench<'_> {
 
     /// The device's time of a call among many that were recorded into a graph, for each replay, in
     /// microseconds; nothing on a CPU, or in private memory.
-    fn time_in_graph(&self, bytes: u64) -> Result<Vec<f64>, CollectiveError> {
+    fn time_in_graph(&self, message: u64) -> Result<Vec<f64>, CollectiveError> {
         const REPLAYS: usize = 11;
         if matches!(self.communicator.device(), hal::Device::Cpu)
             || !matches!(self.memory, Memory::Symmetric { .. })
-            || bytes == 0
+            || message == 0
         {
             return Ok(Vec::new());
         }
-        let calls = if bytes < 1 << 20 { 100 } else { 20 };
-        let recorded = self.all_reduce.record_symmetric(0, 0, bytes, calls)?;
+        let calls = if message < 1 << 20 { 100 } else { 20 };
+        let recorded = self.call.record_symmetric(0, 0, message, calls)?;
         let limit = self.communicator.timeout();
         let mut times = Vec::new();
         for replay in 0..=REPLAYS {
@@ -226,60 +303,57 @@ impl Bench<'_> {
         Ok(times)
     }
 
-    fn input(&self, pattern: Pattern, bytes: u64) -> Vec<u8> {
-        let (rank, world_size) = (self.communicator.rank(), self.communicator.world_size());
-        let AllReduce {
-            dtype, op, seed, ..
-        } = *self.options;
-        let mut data = vec![0; bytes as usize];
-        fill(pattern, dtype, op, seed, rank, world_size, &mut data);
-        data
+    fn data(&self, pattern: Pattern) -> TestData {
+        TestData {
+            pattern,
+            dtype: self.options.common.dtype,
+            op: self.op,
+            seed: self.options.common.seed,
+            ranks: self.communicator.world_size(),
+        }
     }
 
     /// One call; returns the number of wrong elements on this rank.
-    fn check(&mut self, pattern: Pattern, bytes: u64) -> Result<u64, CollectiveError> {
-        let in_place = self.options.in_place;
-        self.memory.write(&self.input(pattern, bytes), in_place)?;
+    fn check(&mut self, pattern: Pattern, message: u64) -> Result<u64, CollectiveError> {
+        let (rank, world_size) = (self.communicator.rank(), self.communicator.world_size());
+        let (data, spans) = (self.data(pattern), self.shape.spans(message));
+        let in_place = self.shape.in_place;
+        let input = data.input(rank, spans.input.len());
+        self.memory.write(&input, &spans, in_place)?;
         // Nobody may still be reading what is written above, nor write the output too early.
         self.line_up()?;
-        self.call(bytes)?;
-        let result = self.memory.read(bytes as usize, in_place)?;
-        let AllReduce {
-            dtype, op, seed, ..
-        } = *self.options;
-        let world_size = self.communicator.world_size();
-        let mismatches = check_all_reduce(pattern, dtype, op, seed, world_size, &result);
-        if let Some(first) = mismatches.first {
-            let rank = self.communicator.rank();
-            crate::complain(&format!(
-                "rank {rank}: {bytes} bytes, {pattern:?} inputs: {} wrong, first at element {}: \
-                 {} instead of {}",
-                mismatches.wrong, first.index, first.got, first.expected
-            ));
+        self.call(message)?;
+        let result = self.memory.read(&spans, in_place)?;
+        let collective = self.options.collective;
+        let content = |block| collective.content(world_size, rank, block);
+        let wrong = data.check(rank, message, content, &result);
+        let is_everywhere = matches!(
+            collective,
+            Collective::AllReduce | Collective::AllGather | Collective::Broadcast { .. }
+        );
+        if !is_everywhere {
+            return Ok(wrong);
         }
         // The same bits on every rank.
         let bits = fingerprint(&result).to_le_bytes();
         let all = self.communicator.all_gather_bytes(&bits)?;
         let differ = all.iter().filter(|other| **other != all[0]).count() as u64;
-        Ok(mismatches.wrong
-            + if self.communicator.rank() == 0 {
-                differ
-            } else {
-                0
-            })
+        Ok(wrong + if rank == 0 { differ } else { 0 })
     }
 
-    fn time(&mut self, bytes: u64) -> Result<Vec<f64>, CollectiveError> {
-        let iterations = self.options.iterations(bytes);
+    fn time(&mut self, bytes: u64, message: u64) -> Result<Vec<f64>, CollectiveError> {
+        let iterations = self.options.common.iterations(bytes);
         let warm_up = (iterations / 10).clamp(1, 20);
-        let data = self.input(Pattern::Exact, bytes);
+        let spans = self.shape.spans(message);
+        let rank = self.communicator.rank();
+        let data = self.data(Pattern::Exact).input(rank, spans.input.len());
         let mut times = Vec::with_capacity(iterations);
         for i in 0..warm_up + iterations {
-            // In place the output is the input; either way it is dirty before each call.
-            self.memory.write(&data, true)?;
+            // In place the output is there too; either way the input is dirty before each call.
+            self.memory.write_input(spans.input.start, &data)?;
             self.line_up()?;
             let start = Instant::now();
-            self.call(bytes)?;
+            self.call(message)?;
             let time = start.elapsed();
             if i >= warm_up {
                 times.push(time.as_secs_f64() * 1e6);
@@ -288,17 +362,19 @@ impl Bench<'_> {
         Ok(times)
     }
 
-    fn call(&mut self, bytes: u64) -> Result<(), CollectiveError> {
-        let n = bytes as usize;
+    fn call(&mut self, message: u64) -> Result<(), CollectiveError> {
+        let spans = self.shape.spans(message);
         match &mut self.memory {
-            Memory::Symmetric { .. } => self.all_reduce.run_symmetric(0, 0, bytes),
-            Memory::Private { input, .. } if self.options.in_place => {
-                self.all_reduce.run_in_place(&mut input[..n])
+            Memory::Symmetric { .. } => self.call.run_symmetric(0, 0, message),
+            Memory::Private { input, .. } if self.shape.in_place => {
+                self.call.run_in_place(&mut input[..spans.larger])
             }
-            Memory::Private { input, output } => self.all_reduce.run(&input[..n], &mut output[..n]),
+            Memory::Private { input, output } => self
+                .call
+                .run(&input[spans.input], &mut output[spans.output]),
             Memory::Device { input, output } => {
                 let output = output.as_ref().unwrap_or(input);
-                self.all_reduce.run_at((input, 0), (output, 0), bytes)
+                self.call.run_at((input, 0), (output, 0), message)
             }
         }
     }
@@ -339,7 +415,7 @@ struct Printer {
 }
 
 impl Printer {
-    fn new(options: &AllReduce, rank: u32, header: Header, sizes: usize) -> Self {
+    fn new(options: &Options, rank: u32, header: Header, sizes: usize) -> Self {
         let active = rank == 0;
         let progress = if active && std::io::stderr().is_terminal() {
             let bar = ProgressBar::new(sizes as u64);
@@ -351,7 +427,7 @@ impl Printer {
         } else {
             ProgressBar::hidden()
         };
-        let json = match options.format {
+        let json = match options.common.format {
             Format::Table => {
                 if active {
                     print_line(&header.lines());

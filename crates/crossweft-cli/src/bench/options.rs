@@ -1,18 +1,18 @@
-//! The command line of `bench all-reduce`.
+//! The command line of `bench`.
 
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use crossweft_collective::{Algorithm, DataType, Devices, ReduceOp};
+use crossweft_collective::{Algorithm, Collective, DataType, Devices, ReduceOp};
 
 use crate::Format;
 use crate::doctor::DEFAULT_RANKS;
 use crate::job::{JobOptions, Start};
 use crate::values::{Device, Size, dtype, names, op};
 
-/// Options of `bench all-reduce`.
+/// Options of every collective.
 #[derive(Clone, Debug, Args)]
-pub(crate) struct AllReduce {
+pub(crate) struct Common {
     /// The device to run on; `auto` takes GPUs if there is one for every rank.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     pub(crate) device: Device,
@@ -22,10 +22,10 @@ pub(crate) struct AllReduce {
     /// Start the ranks as threads of this process instead of processes.
     #[arg(long)]
     pub(crate) threads: bool,
-    /// Smallest message in bytes; K, M and G are powers of 1024.
+    /// Smallest size in bytes, of the larger of input and output; K, M and G are powers of 1024.
     #[arg(long, value_name = "BYTES", default_value = "8")]
     pub(crate) min: Size,
-    /// Largest message in bytes.
+    /// Largest size in bytes.
     #[arg(long, value_name = "BYTES", default_value = "64M")]
     pub(crate) max: Size,
     /// Each size is this many times the one before.
@@ -34,18 +34,15 @@ pub(crate) struct AllReduce {
     /// Element type.
     #[arg(long, default_value = "f32", value_parser = dtype)]
     pub(crate) dtype: DataType,
-    /// Reduce operation.
-    #[arg(long, default_value = "sum", value_parser = op)]
-    pub(crate) op: ReduceOp,
-    /// Reduce into the input buffer.
+    /// One buffer for input and output: where one is a block of the other, it lies there.
     #[arg(long)]
     pub(crate) in_place: bool,
     /// Where buffers lie: in symmetric memory (zero copy), or private to each rank (staged).
     #[arg(long, value_enum, default_value_t = Buffers::Symmetric)]
     pub(crate) buffers: Buffers,
     /// Use one algorithm for every size instead of choosing by size.
-    #[arg(long, value_parser = algorithm)]
-    pub(crate) algorithm: Option<Algorithm>,
+    #[arg(long, value_name = "NAME")]
+    pub(crate) algorithm: Option<String>,
     /// Thread blocks of each rank, instead of as many as the selector thinks fit.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) blocks: Option<u32>,
@@ -76,31 +73,127 @@ pub(crate) enum Buffers {
     Private,
 }
 
-fn algorithm(text: &str) -> Result<Algorithm, String> {
-    Algorithm::from_name(text).ok_or_else(|| {
-        format!(
-            "the algorithms are {}",
-            names(&Algorithm::ALL, Algorithm::name)
-        )
-    })
+/// Options of collectives that reduce.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Reducing {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    /// Reduce operation.
+    #[arg(long, default_value = "sum", value_parser = op)]
+    pub(crate) op: ReduceOp,
 }
 
-impl AllReduce {
+/// Options of collectives from or to one rank.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Rooted {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    /// The root.
+    #[arg(long, value_name = "RANK", default_value_t = 0)]
+    pub(crate) root: u32,
+}
+
+/// Options of a reduction to one rank.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct RootedReducing {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    /// The root.
+    #[arg(long, value_name = "RANK", default_value_t = 0)]
+    pub(crate) root: u32,
+    /// Reduce operation.
+    #[arg(long, default_value = "sum", value_parser = op)]
+    pub(crate) op: ReduceOp,
+}
+
+/// What is measured, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct Bench {
+    pub(crate) collective: Collective,
+    /// Where something is reduced.
+    pub(crate) op: Option<ReduceOp>,
+    pub(crate) common: Common,
+}
+
+impl Bench {
+    /// The algorithm asked for, if there is one.
+    pub(crate) fn algorithm(&self) -> Result<Option<Algorithm>, String> {
+        let Some(name) = &self.common.algorithm else {
+            return Ok(None);
+        };
+        let those = Algorithm::of(self.collective);
+        let found = those.iter().find(|algorithm| algorithm.name() == name);
+        match found {
+            Some(algorithm) => Ok(Some(*algorithm)),
+            None => Err(format!(
+                "--algorithm {name}: of {} the algorithms are {}",
+                self.collective.name(),
+                names(those, Algorithm::name)
+            )),
+        }
+    }
+
     /// What cannot be told from one option alone.
     pub(crate) fn check(&self) -> Result<(), String> {
-        if self.min > self.max {
-            let (min, max) = (self.min.0, self.max.0);
+        let Common {
+            min,
+            max,
+            ranks,
+            in_place,
+            buffers,
+            ..
+        } = self.common;
+        if min > max {
+            let (min, max) = (min.0, max.0);
             return Err(format!("--min {min} is larger than --max {max}"));
         }
-        if let Some(algorithm) = self.algorithm
-            && algorithm.needs_registered()
-            && self.buffers == Buffers::Private
+        if let (Some(root), Some(ranks)) = (self.collective.root(), ranks)
+            && root >= ranks
         {
+            return Err(format!("--root {root}, but there are {ranks} ranks"));
+        }
+        let Some(algorithm) = self.algorithm()? else {
+            return Ok(());
+        };
+        if algorithm.needs_registered() && buffers == Buffers::Private {
             return Err(format!("--algorithm {algorithm} needs --buffers symmetric"));
+        }
+        if in_place && (self.collective, algorithm) == (Collective::AllToAll, Algorithm::Direct) {
+            let reason = "blocks would overwrite each other";
+            return Err(format!("--algorithm direct, but --in-place: {reason}"));
         }
         Ok(())
     }
 
+    /// Blocks of input and of output, and of the larger of them, with `ranks` ranks.
+    pub(crate) fn blocks(&self, ranks: u32) -> (u64, u64, u64) {
+        let (input, output) = self.collective.blocks(ranks).unwrap_or((1, 1));
+        (input.into(), output.into(), input.max(output).into())
+    }
+
+    /// The sizes in bytes of the larger of input and output, each a whole number of elements in each
+    /// block, without repeats.
+    pub(crate) fn sizes(&self, ranks: u32) -> Vec<u64> {
+        let unit = self.common.dtype.size() as u64 * self.blocks(ranks).2;
+        let mut sizes: Vec<u64> = Vec::new();
+        let mut bytes = self.common.min.0;
+        while bytes <= self.common.max.0 {
+            let whole = bytes / unit * unit;
+            if sizes.last() != Some(&whole) {
+                sizes.push(whole);
+            }
+            // From 0 there is no multiple: one element comes next.
+            bytes = if bytes == 0 {
+                unit
+            } else {
+                bytes.saturating_mul(self.common.factor)
+            };
+        }
+        sizes
+    }
+}
+
+impl Common {
     /// Ranks to start, where no launcher does.
     pub(crate) fn ranks(&self) -> u32 {
         self.ranks.unwrap_or(DEFAULT_RANKS)
@@ -132,26 +225,6 @@ impl AllReduce {
             bind: !self.no_bind,
             arguments: &[],
         }
-    }
-
-    /// The sizes in bytes, each a whole number of elements, without repeats.
-    pub(crate) fn sizes(&self) -> Vec<u64> {
-        let element = self.dtype.size() as u64;
-        let mut sizes: Vec<u64> = Vec::new();
-        let mut bytes = self.min.0;
-        while bytes <= self.max.0 {
-            let whole = bytes / element * element;
-            if sizes.last() != Some(&whole) {
-                sizes.push(whole);
-            }
-            // From 0 there is no multiple: one element comes next.
-            bytes = if bytes == 0 {
-                element
-            } else {
-                bytes.saturating_mul(self.factor)
-            };
-        }
-        sizes
     }
 
     /// Timed calls of a size.

@@ -2,21 +2,21 @@
 
 use std::fmt::Write as _;
 
-use crossweft_collective::Communicator;
+use crossweft_collective::{Collective, Communicator};
 use serde::Serialize;
 
-use super::options::{AllReduce, Buffers};
+use super::options::{Bench, Buffers};
 
 /// One size's result.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
-    /// Size of the message.
+    /// Size of the larger of input and output.
     pub(crate) bytes: u64,
-    /// Elements.
+    /// Elements of a message, which is one block of them.
     pub(crate) count: u64,
     /// Their type.
     pub(crate) dtype: &'static str,
-    /// The reduce operation.
+    /// The reduce operation, or `none`.
     pub(crate) op: &'static str,
     /// The algorithm chosen.
     pub(crate) algorithm: &'static str,
@@ -35,9 +35,9 @@ pub(crate) struct Row {
     /// The same, least.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) graph_us_min: Option<f64>,
-    /// Message bytes by median time, of the graph if there is one.
+    /// Bytes by median time, of the graph if there is one.
     pub(crate) algbw_gbs: f64,
-    /// Bytes that a link must carry by median time, whatever the algorithm: `2 (n - 1) / n` of it.
+    /// Bytes that a link must carry by median time, whatever the algorithm: that times [`bus_factor`].
     pub(crate) busbw_gbs: f64,
     /// Wrong elements over all ranks, of exact and of random inputs; differing bits count too.
     pub(crate) wrong: u64,
@@ -46,7 +46,7 @@ pub(crate) struct Row {
 impl Row {
     /// A row from the times of each call in microseconds.
     pub(crate) fn new(
-        options: &AllReduce,
+        options: &Bench,
         world_size: u32,
         bytes: u64,
         algorithm: &'static str,
@@ -67,12 +67,12 @@ impl Row {
         } else {
             0.0
         };
-        let n = f64::from(world_size);
+        let dtype = options.common.dtype;
         Self {
             bytes,
-            count: bytes / options.dtype.size() as u64,
-            dtype: options.dtype.name(),
-            op: options.op.name(),
+            count: bytes / options.blocks(world_size).2 / dtype.size() as u64,
+            dtype: dtype.name(),
+            op: options.op.map_or("none", |op| op.name()),
             algorithm,
             iterations: times.len(),
             time_us_mean: mean,
@@ -81,7 +81,7 @@ impl Row {
             graph_us_p50,
             graph_us_min: graph.first().copied(),
             algbw_gbs: algbw,
-            busbw_gbs: algbw * 2.0 * (n - 1.0) / n,
+            busbw_gbs: algbw * bus_factor(options.collective, world_size),
             wrong,
         }
     }
@@ -107,11 +107,28 @@ impl Row {
     }
 }
 
+/// What a link must carry of each byte of the larger of input and output, as nccl-tests counts it.
+fn bus_factor(collective: Collective, world_size: u32) -> f64 {
+    let n = f64::from(world_size);
+    match collective {
+        Collective::AllReduce => 2.0 * (n - 1.0) / n,
+        Collective::AllGather
+        | Collective::ReduceScatter
+        | Collective::AllToAll
+        | Collective::Gather { .. }
+        | Collective::Scatter { .. } => (n - 1.0) / n,
+        _ => 1.0,
+    }
+}
+
 /// The facts that hold for all rows.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Header {
-    /// The collective.
-    pub(crate) collective: &'static str,
+    /// The collective, as programs spell it.
+    pub(crate) collective: String,
+    /// Its root, if it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) root: Option<u32>,
     /// Version of this program.
     pub(crate) version: &'static str,
     /// The device.
@@ -133,20 +150,21 @@ pub(crate) struct Header {
 impl Header {
     /// The facts of a run.
     pub(crate) fn new(
-        options: &AllReduce,
+        options: &Bench,
         communicator: &Communicator,
         (started_as, machine): (&str, &str),
         chosen: String,
     ) -> Self {
         Self {
-            collective: "all_reduce",
+            collective: options.collective.name().replace('-', "_"),
+            root: options.collective.root(),
             version: env!("CARGO_PKG_VERSION"),
             device: communicator.device().name(),
             ranks: communicator.world_size(),
             started_as: started_as.to_owned(),
             machine: machine.to_owned(),
-            in_place: options.in_place,
-            buffers: match options.buffers {
+            in_place: options.common.in_place,
+            buffers: match options.common.buffers {
                 Buffers::Symmetric => "symmetric",
                 Buffers::Private => "private",
             },
@@ -171,6 +189,9 @@ impl Header {
         } else {
             "out of place"
         };
+        let root = self
+            .root
+            .map_or_else(String::new, |root| format!(" (root {root})"));
         let mut text = String::new();
         let graph = match *device {
             "cuda" => [" graph p50  graph min", "       (us)       (us)"],
@@ -178,7 +199,8 @@ impl Header {
         };
         let _ = writeln!(
             text,
-            "# crossweft {version} all-reduce: {ranks} ranks ({started_as}) on {device}, {buffers} buffers, {place}"
+            "# crossweft {version} {}{root}: {ranks} ranks ({started_as}) on {device}, {buffers} buffers, {place}",
+            self.collective.replace('_', "-")
         );
         let _ = writeln!(text, "# machine: {machine}");
         let _ = writeln!(text, "# chosen: {chosen}");
@@ -216,4 +238,28 @@ pub(crate) struct Report {
     pub(crate) header: Header,
     /// One for each size.
     pub(crate) rows: Vec<Row>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_carry_what_nccl_tests_says() {
+        for (collective, expected) in [
+            (Collective::AllReduce, 1.5),
+            (Collective::AllGather, 0.75),
+            (Collective::ReduceScatter, 0.75),
+            (Collective::AllToAll, 0.75),
+            (Collective::Gather { root: 1 }, 0.75),
+            (Collective::Scatter { root: 1 }, 0.75),
+            (Collective::Broadcast { root: 1 }, 1.0),
+            (Collective::Reduce { root: 1 }, 1.0),
+        ] {
+            assert!(
+                (bus_factor(collective, 4) - expected).abs() < 1e-12,
+                "{collective:?}"
+            );
+        }
+    }
 }

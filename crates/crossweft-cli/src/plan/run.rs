@@ -8,16 +8,15 @@ use crossweft_collective::{CollectiveError, Communicator, DataType, ReduceOp, Sc
 use crossweft_device::extent::GRANULE;
 use crossweft_executor::{Options, Stage};
 use crossweft_plan::check::{self, Diagnostic};
-use crossweft_plan::{Collective, Content, Op, Plan};
-use crossweft_verify::{
-    Mismatch, Mismatches, Pattern, check_reduce_scatter, check_reduction, fill,
-};
+use crossweft_plan::{Collective, Op, Plan};
+use crossweft_verify::Pattern;
 use serde::Serialize;
 
 use super::source::{STANDARD, Source, SourceError};
 use crate::exit::Exit;
 use crate::job::{self, JobError, JobOptions, Start};
 use crate::values::{Device, Size, dtype, op};
+use crate::verdict::TestData;
 use crate::{Format, print_line};
 
 /// Options of `plan run`.
@@ -246,8 +245,11 @@ impl<'a> Task<'a> {
         let patterns = [Pattern::Exact, Pattern::Random, Pattern::Exact];
         for (turn, pattern) in (0..).zip(patterns) {
             let seed = options.seed.unwrap_or(1).wrapping_add(turn);
-            prepared.run(&self.input(pattern, seed, rank), &mut output, limit)?;
-            wrong += self.check(pattern, seed, rank, &output);
+            let data = self.data(pattern, seed);
+            let input = data.input(rank, self.bytes as usize * plan.input_blocks as usize);
+            prepared.run(&input, &mut output, limit)?;
+            let content = |block| plan.content(rank, block);
+            wrong += data.check(rank, self.bytes, content, &output);
         }
         let all = communicator.all_gather_bytes(&wrong.to_le_bytes())?;
         let words = all
@@ -260,54 +262,14 @@ impl<'a> Task<'a> {
         Ok(wrong)
     }
 
-    fn input(&self, pattern: Pattern, seed: u64, rank: u32) -> Vec<u8> {
-        let blocks = self.plan.input_blocks as usize;
-        let mut data = vec![0; self.bytes as usize * blocks];
-        let world_size = self.plan.world_size();
-        fill(
+    fn data(&self, pattern: Pattern, seed: u64) -> TestData {
+        TestData {
             pattern,
-            self.options.dtype,
-            self.op,
+            dtype: self.options.dtype,
+            op: self.op,
             seed,
-            rank,
-            world_size,
-            &mut data,
-        );
-        data
-    }
-
-    /// Wrong elements of this rank's output.
-    fn check(&self, pattern: Pattern, seed: u64, rank: u32, got: &[u8]) -> u64 {
-        let (dtype, op, n) = (self.options.dtype, self.op, self.plan.world_size());
-        let mut mismatches = Mismatches::default();
-        for (block, got) in (0..).zip(got.chunks(self.bytes.max(1) as usize)) {
-            let of_block = match self.plan.content(rank, block) {
-                Content::Any => continue,
-                Content::Reduction { block } => {
-                    check_reduce_scatter(pattern, dtype, op, seed, block, n, got)
-                }
-                Content::Inputs(inputs) => {
-                    let inputs: Vec<(u32, u32)> = inputs
-                        .iter()
-                        .map(|input| (input.rank, input.block))
-                        .collect();
-                    check_reduction(pattern, dtype, op, seed, n, &inputs, got)
-                }
-            };
-            mismatches.wrong += of_block.wrong;
-            let before = u64::from(block) * self.bytes / dtype.size() as u64;
-            mismatches.first = mismatches.first.or(of_block.first.map(|first| Mismatch {
-                index: before + first.index,
-                ..first
-            }));
+            ranks: self.plan.world_size(),
         }
-        if let Some(first) = mismatches.first {
-            crate::complain(&format!(
-                "rank {rank}: {pattern:?} inputs: {} wrong, first at element {}: {} instead of {}",
-                mismatches.wrong, first.index, first.got, first.expected
-            ));
-        }
-        mismatches.wrong
     }
 
     fn report(&self, wrong: u64) {

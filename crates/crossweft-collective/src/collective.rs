@@ -1,4 +1,4 @@
-//! All-reduce: every rank's output is the reduction of all inputs.
+//! Collectives that are ready to be called: a choice of algorithms, and their prepared plans.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -6,11 +6,12 @@ use std::time::Instant;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_executor::{Buffers, Options, Prepared, Recorded, Schedule};
 use crossweft_hal::{self as hal, Device};
+use crossweft_plan::Collective;
 
 use crate::algorithm::Algorithm;
 use crate::communicator::{Communicator, SymmetricBuffer};
 use crate::error::CollectiveError;
-use crate::selector::{Choice, Selector};
+use crate::selector::{Choice, Place, Selector};
 
 /// Where the caller's buffers will be.
 #[derive(Clone, Debug)]
@@ -27,15 +28,16 @@ pub enum Memory {
     },
 }
 
-/// What an all-reduce is prepared for. The same on every rank, except for the schedule.
+/// What a collective is prepared for. The same on every rank, except for the schedule.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct AllReduceOptions {
+pub struct CollectiveOptions {
     /// Element type.
     pub dtype: DataType,
-    /// Reduce operation.
+    /// Reduce operation; of no account where nothing is reduced.
     pub op: ReduceOp,
-    /// Largest message in bytes.
+    /// Largest message in bytes: one block of input or output, of which there are as many as
+    /// [`Collective::blocks`] says.
     pub max_bytes: u64,
     /// Where buffers will be.
     pub memory: Memory,
@@ -47,7 +49,16 @@ pub struct AllReduceOptions {
     pub schedule: Schedule,
 }
 
-impl AllReduceOptions {
+/// What an all-reduce is prepared for.
+pub type AllReduceOptions = CollectiveOptions;
+
+impl CollectiveOptions {
+    /// For collectives that reduce nothing: [`new`](Self::new) without an operation.
+    #[must_use]
+    pub fn copies(dtype: DataType, max_bytes: u64) -> Self {
+        Self::new(dtype, ReduceOp::Sum, max_bytes)
+    }
+
     /// Private buffers, algorithms as the selector chooses.
     #[must_use]
     pub fn new(dtype: DataType, op: ReduceOp, max_bytes: u64) -> Self {
@@ -87,23 +98,34 @@ impl AllReduceOptions {
     }
 }
 
-/// An all-reduce that is ready to be called. Calls are local: they wait for the peers' data, but
+/// A collective that is ready to be called. Calls are local: they wait for the peers' data, but
 /// allocate nothing.
+///
+/// A *message* is one block: all of the input of an all-reduce or a broadcast, what one rank brings to
+/// an all-gather or a gather, what one gets from a reduce-scatter or a scatter, what one rank sends to
+/// one other in an all-to-all. Inputs and outputs are one message or as many as there are ranks, by rank.
+///
+/// In place, the larger of input and output is given, with the smaller one as this rank's block of it.
 #[derive(Debug)]
-pub struct AllReduce {
+pub struct PreparedCollective {
     communicator: Communicator,
+    collective: Collective,
     dtype: DataType,
     selector: Selector,
     /// One for each of the selector's choices.
     prepared: Vec<Arc<Prepared>>,
 }
 
-impl AllReduce {
+/// An all-reduce that is ready to be called.
+pub type AllReduce = PreparedCollective;
+
+impl PreparedCollective {
     pub(crate) fn prepare(
         communicator: &Communicator,
-        options: AllReduceOptions,
+        collective: Collective,
+        options: CollectiveOptions,
     ) -> Result<Self, CollectiveError> {
-        let AllReduceOptions {
+        let CollectiveOptions {
             dtype,
             op,
             max_bytes,
@@ -113,32 +135,37 @@ impl AllReduce {
             schedule,
         } = options;
         let world_size = communicator.world_size();
-        let symmetric = matches!(memory, Memory::Symmetric { .. });
+        let (place, buffers) = match &memory {
+            Memory::Private => (Place::Private, Buffers::Private),
+            Memory::Symmetric { input, output } => {
+                let (input, output) = (input.registered(), output.registered());
+                let place = match Arc::ptr_eq(&input, &output) {
+                    true => Place::OneSymmetric,
+                    false => Place::Symmetric,
+                };
+                (place, Buffers::Registered { input, output })
+            }
+        };
         let on_gpu = !matches!(communicator.device(), Device::Cpu);
         let mut selector = match algorithm {
-            Some(algorithm) if algorithm.needs_registered() && !symmetric => {
+            Some(algorithm) if algorithm.needs_registered() && place == Place::Private => {
                 return Err(CollectiveError::NeedsSymmetric { algorithm });
             }
-            Some(algorithm) => Selector::forced(algorithm, max_bytes),
-            None if on_gpu => Selector::for_gpus(world_size, symmetric, max_bytes),
-            None => Selector::new(world_size, symmetric, max_bytes),
+            Some(algorithm) => Selector::forced(algorithm, collective, world_size, max_bytes),
+            None if on_gpu => Selector::for_gpus(collective, world_size, place, max_bytes),
+            None => Selector::new(collective, world_size, place, max_bytes),
         };
         if let Some(blocks) = blocks {
             selector.with_blocks(blocks);
         }
-        let buffers = match &memory {
-            Memory::Private => Buffers::Private,
-            Memory::Symmetric { input, output } => Buffers::Registered {
-                input: input.registered(),
-                output: output.registered(),
-            },
-        };
         let deadline = Instant::now() + communicator.timeout();
         let prepared = selector
             .choices()
             .iter()
             .map(|choice| {
-                let plan = choice.algorithm.plan(world_size, choice.blocks)?;
+                let plan = choice
+                    .algorithm
+                    .plan_of(collective, world_size, choice.blocks)?;
                 let mut options = Options::new(dtype, op, choice.piece);
                 (options.buffers, options.schedule) = (buffers.clone(), schedule);
                 Ok(Prepared::prepare(
@@ -151,43 +178,80 @@ impl AllReduce {
             .collect::<Result<_, CollectiveError>>()?;
         Ok(Self {
             communicator: communicator.clone(),
+            collective,
             dtype,
             selector,
             prepared,
         })
     }
 
-    /// Reduces private buffers of equal length. Blocks until `output` is complete.
+    /// What it computes.
+    #[must_use]
+    pub fn collective(&self) -> Collective {
+        self.collective
+    }
+
+    /// Runs it on private buffers. Blocks until `output` is complete. A buffer that the collective has no use
+    /// for on this rank, as the output of a reduction elsewhere, may be empty.
     ///
     /// # Errors
     /// [`CollectiveError`]; after anything but [`CollectiveError::Usage`] the output is undefined.
     pub fn run(&self, input: &[u8], output: &mut [u8]) -> Result<(), CollectiveError> {
-        if input.len() != output.len() {
-            let (input, output) = (input.len(), output.len());
-            return Err(self.usage(format!("input has {input} bytes, output {output}")));
+        let lengths = (input.len() as u64, output.len() as u64);
+        let bytes = self.prepared[0].message_bytes(lengths.0, lengths.1);
+        let bytes = bytes.map_err(|_| {
+            let blocks = match self.blocks() {
+                (1, 1) => String::new(),
+                (i, o) => format!("; they must be {i} and {o} times the message"),
+            };
+            let (input, output) = lengths;
+            self.usage(format!("input has {input} bytes, output {output}{blocks}"))
+        })?;
+        let (prepared, piece) = self.select(bytes)?;
+        let limit = self.communicator.timeout();
+        if bytes == 0 {
+            return Ok(());
         }
-        let (prepared, piece) = self.select(input.len() as u64)?;
-        for (from, to) in input.chunks(piece).zip(output.chunks_mut(piece)) {
-            prepared.run(from, to, self.communicator.timeout())?;
+        if bytes <= piece as u64 {
+            return Ok(prepared.run(input, output, limit)?);
+        }
+        // Only where input and output are one block each.
+        for start in (0..bytes as usize).step_by(piece) {
+            // An empty buffer, which is of no use here, has empty pieces.
+            let part = |length: usize| start.min(length)..(start + piece).min(length);
+            let (from, to) = (part(input.len()), part(output.len()));
+            prepared.run(&input[from], &mut output[to], limit)?;
         }
         Ok(())
     }
 
-    /// Reduces `data` into itself. Blocks until it is complete.
+    /// Runs it on one buffer, the larger of input and output; the smaller one is this rank's block of it.
+    /// Blocks until it is complete.
     ///
     /// # Errors
     /// As for [`run`](Self::run).
     pub fn run_in_place(&self, data: &mut [u8]) -> Result<(), CollectiveError> {
-        let (prepared, piece) = self.select(data.len() as u64)?;
-        for part in data.chunks_mut(piece) {
+        let (input_blocks, output_blocks) = self.blocks();
+        let blocks = input_blocks.max(output_blocks) as usize;
+        if !data.len().is_multiple_of(blocks) {
+            let length = data.len();
+            return Err(self.usage(format!("{length} bytes are no {blocks} messages")));
+        }
+        let (prepared, piece) = self.select((data.len() / blocks) as u64)?;
+        for part in data.chunks_mut(piece.saturating_mul(blocks)) {
             prepared.run_in_place(part, self.communicator.timeout())?;
         }
         Ok(())
     }
 
-    /// Reduces `bytes` bytes in symmetric memory, from `input_offset` of the input to
+    fn blocks(&self) -> (u32, u32) {
+        let blocks = self.collective.blocks(self.communicator.world_size());
+        blocks.unwrap_or((1, 1))
+    }
+
+    /// Runs it on messages of `bytes` bytes in symmetric memory, from `input_offset` of the input to
     /// `output_offset` of the output: the same offsets on every rank, and the same range or ranges
-    /// that do not overlap. Blocks until this rank's output is complete and its input was read.
+    /// that do not overlap. In place they are those of the one buffer. Blocks until this rank's output is complete and its input was read.
     ///
     /// # Errors
     /// As for [`run`](Self::run).
@@ -208,7 +272,7 @@ impl AllReduce {
         Ok(())
     }
 
-    /// Reduces `bytes` bytes of private memory of this rank's device, from an offset of one memory to an
+    /// Runs it on messages of `bytes` bytes in private memory of this rank's device, from an offset of one memory to an
     /// offset of another: the same range or ranges that do not overlap. Blocks until the output is
     /// complete.
     ///
@@ -288,7 +352,7 @@ impl AllReduce {
     fn usage(&self, reason: String) -> CollectiveError {
         CollectiveError::Usage {
             rank: self.communicator.rank(),
-            reason: format!("all-reduce: {reason}"),
+            reason: format!("{}: {reason}", self.collective.name()),
         }
     }
 }
