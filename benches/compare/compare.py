@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares `crossweft bench all-reduce` with what else is on this machine, in interleaved rounds.
+"""Compares `crossweft bench` of a collective (all-reduce by default) with what else is on this machine, in interleaved rounds.
 
 Needs only Python. Rivals are given by path, and left out where they are not:
 
@@ -46,7 +46,7 @@ def contenders(options, folder):
     """Name -> function that runs one round and returns its report."""
     sizes = [str(options.min), str(options.max), str(options.factor)]
     crossweft = [
-        options.crossweft, "bench", "all-reduce", "--format", "json",
+        options.crossweft, "bench", options.collective, "--format", "json",
         "--ranks", str(options.ranks), "--min", sizes[0], "--max", sizes[1], "--factor", sizes[2],
     ]  # fmt: skip
     found = {
@@ -56,14 +56,14 @@ def contenders(options, folder):
     for entry in options.mpi:
         name, _, path = entry.partition("=")
         bin_folder = pathlib.Path(path)
-        program = folder / f"mpi_allreduce_{len(found)}"
+        program = folder / f"mpi_collectives_{len(found)}"
         environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
         if "intel" in name.lower():
             # Its wheel does not know where it was installed.
             environment["I_MPI_ROOT"] = str(bin_folder.parent)
             environment["LD_LIBRARY_PATH"] = str(bin_folder.parent / "lib")
         try:
-            source = HERE / "mpi_allreduce.c"
+            source = HERE / "mpi_collectives.c"
             run([bin_folder / "mpicc", "-O2", "-o", program, source], environment)
         except (RuntimeError, OSError) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
@@ -74,9 +74,9 @@ def contenders(options, folder):
             command += ["--oversubscribe"]
             if os.geteuid() == 0:
                 command += ["--allow-run-as-root"]
-        command += [program, *sizes, "0"]
+        command += [program, options.collective, *sizes, "0"]
         found[name] = lambda c=command, e=environment: last_json(run(c, e))
-    if options.torch:
+    if options.torch and options.collective == "all-reduce":
         for backend in ("gloo", "deepspeed") if options.deepspeed else ("gloo",):
             command = [
                 options.torch, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
@@ -114,7 +114,7 @@ def table(medians, rounds, sizes):
     return "\n".join(lines) + "\n"
 
 
-def plot(medians, sizes):
+def plot(medians, sizes, collective):
     """Time over size, both logarithmic."""
     width, height, left, bottom, top, right = 860, 480, 70, 60, 30, 230
     low = min(min(m.values()) for m in medians.values()) / 1.5
@@ -155,7 +155,7 @@ def plot(medians, sizes):
             f'<text x="{width - right + 44}" y="{row + 4}">{name}</text>'
         )
     parts.append(
-        f'<text x="{left}" y="{top - 12}">all-reduce, f32 sum: median time of the slowest rank</text></svg>'
+        f'<text x="{left}" y="{top - 12}">{collective}, f32: median time of the slowest rank</text></svg>'
     )
     return "\n".join(parts) + "\n"
 
@@ -177,6 +177,11 @@ def main():
     parser.add_argument("--mpi", action="append", default=[], metavar="NAME=BIN_FOLDER")
     parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch: adds gloo")
     parser.add_argument("--deepspeed", action="store_true", help="that Python has DeepSpeed too")
+    parser.add_argument(
+        "--collective",
+        default="all-reduce",
+        choices=["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast"],
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--min", type=int, default=8)
@@ -238,6 +243,7 @@ def main():
     record = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "kernel": platform.release()},
+        "collective": options.collective,
         "ranks": options.ranks,
         "rounds": options.rounds,
         "cache_line_one_way_ns": probes,
@@ -255,7 +261,7 @@ def main():
     out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     text = table(medians, each, sizes)
     out.with_suffix(".md").write_text(text)
-    out.with_suffix(".svg").write_text(plot(medians, sizes))
+    out.with_suffix(".svg").write_text(plot(medians, sizes, options.collective))
     print(text)
 
 
