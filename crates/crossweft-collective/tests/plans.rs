@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    CollectiveError, Communicator, CommunicatorOptions, DataType, ReduceOp, Schedule,
+    Algorithm, CollectiveError, Communicator, CommunicatorOptions, DataType, ReduceOp, Schedule,
     SymmetricBuffer, run_in_threads,
 };
-use crossweft_executor::{Buffers, ExecutorError, Options, Prepared};
+use crossweft_executor::{Buffers, ExecutorError, Options, Prepared, fused_form};
 use crossweft_plan::{Buffer, Builder, Chunks, Collective, InPlace, Op, Operand, Plan};
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -394,4 +394,26 @@ fn chunks_that_move_about_need_whole_multiples() {
     })
     .map_err(|e: CollectiveError| e)
     .unwrap();
+}
+
+/// The fast kernels of GPUs go by the form of a plan: whoever changes these plans must see to that.
+#[test]
+fn the_all_reduces_of_small_and_large_messages_run_in_one_piece_on_gpus() {
+    for ranks in [2, 3, 8, 16] {
+        for blocks in [1, 4, 128] {
+            for (algorithm, form) in [
+                (Algorithm::OneShot, Some("one-shot")),
+                (Algorithm::TwoShot, Some("two-shot")),
+                (Algorithm::Ring, None),
+            ] {
+                let plan = algorithm.plan(ranks, blocks).unwrap();
+                for rank in 0..ranks {
+                    assert_eq!(fused_form(&plan, rank), form, "{algorithm}, {ranks} ranks");
+                }
+            }
+        }
+    }
+    // More ranks than the kernels have room for.
+    let many = Algorithm::OneShot.plan(18, 1).unwrap();
+    assert_eq!(fused_form(&many, 0), None);
 }

@@ -31,6 +31,17 @@ enum Form {
     TwoShot,
 }
 
+/// The form in which a GPU runs `rank`'s part of `plan` in one piece, by a kernel of its own instead of the
+/// executor's: `one-shot` or `two-shot`; `None` if it has no such form.
+#[must_use]
+pub fn fused_form(plan: &Plan, rank: u32) -> Option<&'static str> {
+    match (one_shot(plan, rank), two_shot(plan, rank)) {
+        (Some(_), _) => Some("one-shot"),
+        (_, Some(_)) => Some("two-shot"),
+        _ => None,
+    }
+}
+
 /// A place that a launch knows the address of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {

@@ -23,6 +23,7 @@ mod turn;
 pub use crossweft_hal::cpu::{Schedule, Stream};
 pub use cuda::{Recorded, Together};
 pub use error::ExecutorError;
+pub use fused::fused_form;
 pub use launch::RawBuffers;
 pub use prepared::{Buffers, Options, Prepared};
 pub use staged::{Stage, Staged};
