@@ -18,6 +18,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 import runpy
 import subprocess
 import sys
@@ -243,10 +244,7 @@ def one(variant: str, program: Any) -> dict[str, Any]:
 
 def shorten(text: str) -> str:
     # Their own paths, without the checkout's.
-    for suite in SUITES:
-        head, found, tail = text.partition(suite)
-        if found:
-            text = head.rpartition(" ")[0] + " " + found + tail
+    text = re.sub(rf"[^\s`'\"]*/(?=(?:{'|'.join(SUITES)})/)", "", text)
     return text.strip() if len(text) < 420 else text.strip()[:417] + "..."
 
 

@@ -588,6 +588,31 @@ impl FusedRanks {
         this
     }
 
+    /// Writes random inputs of `bytes` bytes; returns them.
+    fn fill(&mut self, seed: u64, bytes: u64) -> Vec<Vec<u8>> {
+        let mut random = Random(seed);
+        let data: Vec<_> = (0..FUSED_RANKS)
+            .map(|_| random.bytes(bytes as usize))
+            .collect();
+        for (input, data) in self.inputs.iter_mut().zip(&data) {
+            // SAFETY: it has room for the largest message.
+            unsafe { Raw.copy(input.addr(), data.as_ptr() as u64, bytes) };
+        }
+        data
+    }
+
+    /// What is in a rank's output, or in its input, after a launch.
+    fn result(&mut self, rank: usize, in_place: bool, bytes: u64) -> Vec<u8> {
+        let memory = match in_place {
+            true => &mut self.inputs[rank],
+            false => &mut self.outputs[rank],
+        };
+        let mut got = vec![0; bytes as usize];
+        // SAFETY: the launch is over.
+        unsafe { Raw.copy(got.as_mut_ptr() as u64, memory.addr(), bytes) };
+        got
+    }
+
     fn launch(&mut self, rank: u32, op: ReduceOp, bytes: u64, blocks: u64) -> OneShot {
         let r = rank as usize;
         let mut launch = OneShot {
@@ -638,14 +663,7 @@ fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
     let size = dtype.size() as u64;
     for (epoch, elements) in (first..).zip([1, FUSED_MOST / size, 81 / size, 7, 530 / size, 13]) {
         let bytes = elements * size;
-        let mut random = Random(epoch * 31 + elements);
-        let data: Vec<_> = (0..FUSED_RANKS)
-            .map(|_| random.bytes(bytes as usize))
-            .collect();
-        for (input, data) in ranks.inputs.iter_mut().zip(&data) {
-            // SAFETY: it has room for the largest message.
-            unsafe { Raw.copy(input.addr(), data.as_ptr() as u64, bytes) };
-        }
+        let data = ranks.fill(epoch * 31 + elements, bytes);
         let launches: Vec<_> = (0..FUSED_RANKS)
             .map(|rank| ranks.launch(rank, op, bytes, blocks))
             .collect();
@@ -664,10 +682,7 @@ fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
         });
         let expected = reference(dtype, op, FUSED_RANKS, &data);
         for rank in 0..FUSED_RANKS as usize {
-            let mut got = vec![0; bytes as usize];
-            // SAFETY: the launch is over.
-            unsafe { Raw.copy(got.as_mut_ptr() as u64, ranks.outputs[rank].addr(), bytes) };
-            let wrong = difference(dtype, &got, &expected);
+            let wrong = difference(dtype, &ranks.result(rank, false, bytes), &expected);
             assert_eq!(wrong, None, "{dtype} {op}, rank {rank}, epoch {epoch}");
             assert_eq!(ranks.counters[rank].word(0), epoch + 1);
             assert!(ranks.outputs[rank].intact() && ranks.packets[rank].intact());
@@ -788,14 +803,7 @@ fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool
     let size = dtype.size() as u64;
     for (epoch, elements) in (first..).zip([FUSED_MOST / size, 1, 530 / size, 13]) {
         let bytes = elements * size;
-        let mut random = Random(epoch * 31 + elements);
-        let data: Vec<_> = (0..FUSED_RANKS)
-            .map(|_| random.bytes(bytes as usize))
-            .collect();
-        for (input, data) in ranks.inputs.iter_mut().zip(&data) {
-            // SAFETY: it has room for the largest message.
-            unsafe { Raw.copy(input.addr(), data.as_ptr() as u64, bytes) };
-        }
+        let data = ranks.fill(epoch * 31 + elements, bytes);
         let chunk = bytes.div_ceil(16).div_ceil(FUSED_RANKS.into()) * 16;
         let mut target = [0; MAX_FUSED];
         let mut source = [0; MAX_FUSED];
@@ -850,11 +858,8 @@ fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool
             }
         });
         let wanted = reference(dtype, op, FUSED_RANKS, &data);
-        for (rank, &output) in target.iter().enumerate().take(FUSED_RANKS as usize) {
-            let mut got = vec![0; bytes as usize];
-            // SAFETY: the launch is over.
-            unsafe { Raw.copy(got.as_mut_ptr() as u64, output, bytes) };
-            let wrong = difference(dtype, &got, &wanted);
+        for rank in 0..FUSED_RANKS as usize {
+            let wrong = difference(dtype, &ranks.result(rank, in_place, bytes), &wanted);
             assert_eq!(wrong, None, "{dtype} {op}, rank {rank}, epoch {epoch}");
             assert_eq!(ranks.counters[rank].word(0), epoch + 1);
             assert!(ranks.outputs[rank].intact() && ranks.inputs[rank].intact());

@@ -145,7 +145,7 @@ impl CudaLauncher {
             let context = self.guard.context(limit);
             if let Some(parameter) = fused.launch(program, launch, context, self.op) {
                 // A thread has a granule; those without one would only be waited for.
-                let granules = fused.step(program, launch.bytes).div_ceil(GRANULE);
+                let granules = parameter.step().div_ceil(GRANULE);
                 let threads = granules.next_multiple_of(32).clamp(32, (*most).into()) as u32;
                 let shape = Shape::linear(program.block_count, threads);
                 let parameter = match &parameter {

@@ -35,12 +35,22 @@ enum Form {
 /// executor's: `one-shot` or `two-shot`; `None` if it has no such form.
 #[must_use]
 pub fn fused_form(plan: &Plan, rank: u32) -> Option<&'static str> {
-    match (one_shot(plan, rank), two_shot(plan, rank)) {
-        (Some(_), _) => Some("one-shot"),
-        (_, Some(_)) => Some("two-shot"),
-        _ => None,
-    }
+    form(plan, rank).map(|(form, _)| match form {
+        Form::OneShot => "one-shot",
+        Form::TwoShot => "two-shot",
+    })
 }
+
+/// The form of `rank`'s part of `plan`, and its targets and sources.
+fn form(plan: &Plan, rank: u32) -> Option<(Form, Operands<'_>)> {
+    let of = |form| move |operands| (form, operands);
+    one_shot(plan, rank)
+        .map(of(Form::OneShot))
+        .or_else(|| two_shot(plan, rank).map(of(Form::TwoShot)))
+}
+
+/// Targets and sources.
+type Operands<'a> = (&'a [Operand], &'a [Operand]);
 
 /// A place that a launch knows the address of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +73,16 @@ pub(crate) enum Parameter {
     TwoShot(TwoShot),
 }
 
+impl Parameter {
+    /// Bytes of a thread block's share.
+    pub(crate) fn step(&self) -> u64 {
+        match self {
+            Self::OneShot(launch) => launch.step,
+            Self::TwoShot(launch) => launch.step,
+        }
+    }
+}
+
 impl Fused {
     /// `rank`'s part of `plan`, if it has such a form.
     pub(crate) fn of(
@@ -70,10 +90,8 @@ impl Fused {
         rank: u32,
         memories: &Memories<'_>,
     ) -> Result<Option<Self>, ChannelError> {
-        let (form, (to, from)) = match (one_shot(plan, rank), two_shot(plan, rank)) {
-            (Some(operands), _) => (Form::OneShot, operands),
-            (_, Some(operands)) => (Form::TwoShot, operands),
-            _ => return Ok(None),
+        let Some((form, (to, from))) = form(plan, rank) else {
+            return Ok(None);
         };
         let place = |operand: &Operand| -> Result<Place, ChannelError> {
             let space = operand.buffer.into();
@@ -112,12 +130,6 @@ impl Fused {
             Form::OneShot => Extent::of_chunks(bytes, chunk, 0, program.chunks),
             Form::TwoShot => Extent::of_chunks(bytes, chunk, program.rank, 1),
         }
-    }
-
-    /// Bytes of a thread block's share of that.
-    pub(crate) fn step(&self, program: &Program, bytes: u64) -> u64 {
-        let part = self.part(program, bytes);
-        part.slice(0, program.block_count).len()
     }
 
     /// The kernel's parameter; `None` if this launch is not for it, whose buffers must be aligned.
@@ -161,7 +173,8 @@ impl Fused {
             0
         };
         let (targets, sources) = (self.targets.len() as u32, self.sources.len() as u32);
-        let (rank, step) = (program.rank, self.step(program, bytes));
+        let (rank, part) = (program.rank, self.part(program, bytes));
+        let step = part.slice(0, program.block_count).len();
         Some(match self.form {
             Form::OneShot => {
                 let mut peer = [rank; MAX_FUSED];
@@ -193,7 +206,7 @@ impl Fused {
                 })
             }
             Form::TwoShot => {
-                let Extent { begin, end } = self.part(program, bytes);
+                let Extent { begin, end } = part;
                 Parameter::TwoShot(TwoShot {
                     begin,
                     end,
@@ -223,7 +236,7 @@ const _: () = assert!(size_of::<Semaphore>() == 32);
 
 /// The targets and sources of a plan whose blocks, on this rank, send their slices of the whole input to
 /// others' packet memory and then reduce it with what came into this rank's, to the output.
-fn one_shot(plan: &Plan, rank: u32) -> Option<(&[Operand], &[Operand])> {
+fn one_shot(plan: &Plan, rank: u32) -> Option<Operands<'_>> {
     let blocks = &plan.ranks.get(rank as usize)?.blocks;
     let mut found = None;
     for (index, ops) in (0..).zip(blocks) {
@@ -267,7 +280,7 @@ fn one_shot(plan: &Plan, rank: u32) -> Option<(&[Operand], &[Operand])> {
 
 /// The targets and sources of a plan whose blocks, on this rank, meet all others, reduce their slices of this
 /// rank's chunk of all inputs into all outputs, and meet again.
-fn two_shot(plan: &Plan, rank: u32) -> Option<(&[Operand], &[Operand])> {
+fn two_shot(plan: &Plan, rank: u32) -> Option<Operands<'_>> {
     let ranks = plan.ranks.len() as u32;
     let program = plan.ranks.get(rank as usize)?;
     let mut found = None;
