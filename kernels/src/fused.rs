@@ -6,6 +6,7 @@ use crossweft_device::gpu::block::GpuBlock;
 use crossweft_device::gpu::fused::{Tables, one_shot, two_shot};
 use crossweft_device::gpu::nvptx::block_x;
 use crossweft_device::gpu::{OneShot, TwoShot};
+use crossweft_device::{Memory, Raw};
 
 use crate::shared::{Here, stop};
 
@@ -75,8 +76,11 @@ macro_rules! fused {
                     source: offset_of!(OneShot, source),
                     peer: offset_of!(OneShot, peer),
                 };
+                // On its way while all else is made ready.
+                let epoch = Raw.load(launch.counters.epoch);
                 let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
-                if one_shot::run::<_, $element>(&block, &launch, &tables, block_x()).is_err() {
+                let at = (block_x(), epoch);
+                if one_shot::run::<_, $element>(&block, &launch, &tables, at).is_err() {
                     stop(launch.counters.epoch);
                 }
             }
@@ -98,8 +102,11 @@ macro_rules! fused {
                     // Semaphores know whom they wait for.
                     peer: 0,
                 };
+                // On its way while all else is made ready.
+                let epoch = Raw.load(launch.counters.epoch);
                 let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
-                if two_shot::run::<_, $element>(&block, &launch, &tables, block_x()).is_err() {
+                let at = (block_x(), epoch);
+                if two_shot::run::<_, $element>(&block, &launch, &tables, at).is_err() {
                     stop(launch.counters.epoch);
                 }
             }

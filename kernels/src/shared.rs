@@ -3,7 +3,6 @@
 use core::arch::{asm, global_asm};
 
 use crossweft_device::executor::{STOPPED_EPOCH, Start};
-use crossweft_device::gpu::nvptx::thread;
 use crossweft_device::{Memory, Raw};
 use crossweft_device::gpu::block::{BlockState, Shared};
 use crossweft_device::gpu::{PlanLaunch, TABLE_BYTES};
@@ -70,10 +69,8 @@ pub(crate) const STAGE_BYTES: usize = 4096;
 #[cfg_attr(module = "bench", allow(dead_code))]
 #[inline(always)]
 pub(crate) unsafe fn stop(epoch: u64) {
-    if thread() == 0 {
-        // SAFETY: the caller's promise. Every block that is stopped writes the same.
-        unsafe { Raw.store(epoch, STOPPED_EPOCH) };
-    }
+    // SAFETY: the caller's promise. Every thread that is stopped writes the same.
+    unsafe { Raw.store(epoch, STOPPED_EPOCH) };
 }
 
 /// This crate's shared memory.

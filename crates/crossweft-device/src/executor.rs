@@ -696,35 +696,63 @@ pub(crate) unsafe fn leave<B: Block>(
 ) -> Result<(), Stopped> {
     let memory = block.memory();
     let left = counters.epoch + COUNTER_STRIDE;
-    let scrubs = packet::is_scrub_epoch(epoch);
-    // A block alone need not count. Counting is a locked instruction on some machines: it would
-    // wait here until all that was sent has reached the peers.
+    if !packet::is_scrub_epoch(epoch) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let is_last = block.opaque(arrive(block, counters));
+            advance(block, counters, epoch, is_last);
+        }
+        return Ok(());
+    }
+    // What the others read must not be cleared before.
     let is_last = block.thread() == 0
         // SAFETY: the program is prepared.
-        && (counters.blocks == 1 || counters.blocks == 1 + unsafe {
-            match scrubs {
-                // What the others read must not be cleared before.
-                true => memory.fetch_add(left, 1),
-                false => memory.fetch_add_local(left, 1),
-            }
-        });
+        && (counters.blocks == 1 || counters.blocks == 1 + unsafe { memory.fetch_add(left, 1) });
     let is_last = block.opaque(is_last);
-    if scrubs {
-        let half = counters.packets + (epoch & 1) * counters.packets_half;
-        // Where thread 0 tells the others. Not 0, and no other block's.
-        let told = (left + 8, (epoch << 16 | u64::from(index)) + 1);
-        // SAFETY: the caller's promise.
-        unsafe { scrub(block, told, half, counters.packets_half, is_last)? };
-    }
-    if is_last {
-        // SAFETY: the program is prepared, and the last block is alone with its rank's counters.
-        // Relaxed, for whoever launches next does so after this launch has ended.
-        unsafe {
-            memory.store(left, 0);
-            memory.store(counters.epoch, epoch + 1);
-        }
+    let half = counters.packets + (epoch & 1) * counters.packets_half;
+    // Where thread 0 tells the others. Not 0, and no other block's.
+    let told = (left + 8, (epoch << 16 | u64::from(index)) + 1);
+    // SAFETY: the caller's promise.
+    unsafe {
+        scrub(block, told, half, counters.packets_half, is_last)?;
+        advance(block, counters, epoch, is_last);
     }
     Ok(())
+}
+
+/// Thread: counts this block among those of its launch that have read the epoch. Whether it is the last of them, on
+/// thread 0. The answer takes a trip to memory, for which nobody waits who has something to do before
+/// [`advance`].
+///
+/// # Safety
+/// All threads of this block must have met since they read the epoch.
+#[inline(always)]
+pub(crate) unsafe fn arrive<B: Block>(block: &B, counters: &Counters) -> bool {
+    let left = counters.epoch + COUNTER_STRIDE;
+    // A block alone need not count. Counting is a locked instruction on some machines: it would
+    // wait here until all that was sent has reached the peers.
+    block.thread() == 0
+        && (counters.blocks == 1
+            // SAFETY: the program is prepared.
+            || counters.blocks == 1 + unsafe { block.memory().fetch_add_local(left, 1) })
+}
+
+/// Thread: advances the epoch, if all have read it and this is the last that did.
+///
+/// # Safety
+/// `is_last` must be what [`arrive`] said, once.
+#[inline(always)]
+pub(crate) unsafe fn advance<B: Block>(block: &B, counters: &Counters, epoch: u64, is_last: bool) {
+    if is_last {
+        let memory = block.memory();
+        // SAFETY: the program is prepared, and nobody else of this launch counts any more. Relaxed, for
+        // whoever launches next does so after this launch has ended. Raised, for a block that was stopped
+        // may have left its mark: `STOPPED_EPOCH` is the largest.
+        unsafe {
+            memory.store(counters.epoch + COUNTER_STRIDE, 0);
+            memory.raise(counters.epoch, epoch + 1);
+        }
+    }
 }
 
 /// Block: the last one clears this epoch's half of the packet memory. All blocks have read theirs, and

@@ -74,10 +74,11 @@ impl Extent {
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation, reason = "it fits")]
 const fn divide_up(a: u64, b: u32) -> u64 {
-    match a >> 32 == 0 {
-        true => (a as u32).div_ceil(b) as u64,
-        false => a.div_ceil(b as u64),
+    if a >> 32 == 0 {
+        return (a as u32).div_ceil(b) as u64;
     }
+    core::hint::cold_path();
+    a.div_ceil(b as u64)
 }
 
 const fn min(a: u64, b: u64) -> u64 {

@@ -89,6 +89,12 @@ pub trait Memory {
         unsafe { self.fetch_add(addr, value) }
     }
 
+    /// Raises a word to at least `value`, relaxed.
+    ///
+    /// # Safety
+    /// `addr` must be valid and 8-byte aligned.
+    unsafe fn raise(&self, addr: u64, value: u64);
+
     /// Acquire-release fence.
     fn fence(&self);
 
@@ -192,6 +198,12 @@ mod host {
         unsafe fn fetch_add(&self, addr: u64, value: u64) -> u64 {
             // SAFETY: the caller's promise.
             unsafe { word(addr) }.fetch_add(value, Ordering::AcqRel)
+        }
+
+        #[inline(always)]
+        unsafe fn raise(&self, addr: u64, value: u64) {
+            // SAFETY: the caller's promise.
+            unsafe { word(addr) }.fetch_max(value, Ordering::Relaxed);
         }
 
         #[inline(always)]

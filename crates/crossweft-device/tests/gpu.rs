@@ -673,7 +673,9 @@ fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
                     scope.spawn(move || {
                         let outcomes = Team::new(3, 1 << 20).run(|member| {
                             // SAFETY: the launch is laid out for these buffers.
-                            unsafe { one_shot::run::<_, E>(member, launch, &own(launch), index) }
+                            unsafe {
+                                one_shot::run::<_, E>(member, launch, &own(launch), (index, epoch))
+                            }
                         });
                         assert_eq!(outcomes, [Ok(()); 3], "epoch {epoch}");
                     });
@@ -717,7 +719,7 @@ fn a_one_shot_in_one_piece_ends_its_wait() {
     let launch = ranks.launch(0, ReduceOp::Sum, 48, 1);
     let outcomes = Team::new(2, 5).run(|member| {
         // SAFETY: the launch is laid out for these buffers.
-        unsafe { one_shot::run::<_, i32>(member, &launch, &own(&launch), 0) }
+        unsafe { one_shot::run::<_, i32>(member, &launch, &own(&launch), (0, 9)) }
     });
     assert_eq!(outcomes, [Err(Stopped::Deadline); 2]);
     assert_eq!(ranks.counters[0].word(0), 9);
@@ -730,7 +732,7 @@ fn launches_behind_one_that_was_stopped_end_at_once() {
     let launch = ranks.launch(0, ReduceOp::Sum, 48, 1);
     let outcomes = Team::new(2, 0).run(|member| {
         // SAFETY: the launch is laid out for these buffers.
-        unsafe { one_shot::run::<_, i32>(member, &launch, &own(&launch), 0) }
+        unsafe { one_shot::run::<_, i32>(member, &launch, &own(&launch), (0, STOPPED_EPOCH)) }
     });
     assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
     for packets in &ranks.packets {
@@ -763,7 +765,7 @@ fn launches_behind_one_that_was_stopped_end_at_once() {
     };
     let outcomes = Team::new(2, 0).run(|member| {
         // SAFETY: nothing of it is accessed.
-        unsafe { two_shot::run::<_, i32>(member, &launch, &tables, 0) }
+        unsafe { two_shot::run::<_, i32>(member, &launch, &tables, (0, STOPPED_EPOCH)) }
     });
     assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
 }
@@ -850,7 +852,7 @@ fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool
                     scope.spawn(move || {
                         let outcomes = Team::new(2, 1 << 20).run(|member| {
                             // SAFETY: the launch is laid out for these buffers.
-                            unsafe { two_shot::run::<_, E>(member, launch, tables, index) }
+                            unsafe { two_shot::run::<_, E>(member, launch, tables, (index, epoch)) }
                         });
                         assert_eq!(outcomes, [Ok(()); 2], "epoch {epoch}");
                     });

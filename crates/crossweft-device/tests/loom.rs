@@ -138,6 +138,10 @@ impl Memory for LoomMemory {
         self.at(addr).fetch_add(value, Ordering::AcqRel)
     }
 
+    unsafe fn raise(&self, addr: u64, value: u64) {
+        self.at(addr).fetch_max(value, Ordering::Relaxed);
+    }
+
     fn fence(&self) {
         if self.fences {
             fence(Ordering::AcqRel);

@@ -1,5 +1,7 @@
 //! Copying by all threads of a block.
 
+use core::hint::cold_path;
+
 use super::wide::{
     PIECE, load1, load2, load4, load8, load16, store1, store2, store4, store8, store16,
 };
@@ -21,17 +23,45 @@ pub unsafe fn copy<B: Block>(block: &B, dst: u64, src: u64, bytes: u64) {
 /// # Safety
 /// As for [`copy`], all threads together.
 #[inline(always)]
-pub(crate) unsafe fn copy_part(thread: u32, threads: u32, dst: u64, src: u64, bytes: u64) {
+pub(crate) unsafe fn copy_part<T: Copy + Into<u64>>(
+    thread: T,
+    threads: T,
+    dst: u64,
+    src: u64,
+    bytes: u64,
+) {
+    // SAFETY: the caller's promise; whole pieces are aligned.
+    unsafe {
+        if (dst | src | bytes).is_multiple_of(PIECE) {
+            if dst != src {
+                body16(thread.into(), threads.into(), dst, src, bytes / PIECE);
+            }
+            return;
+        }
+        cold_path();
+        copy_odd(thread, threads, dst, src, bytes);
+    }
+}
+
+/// A copy whose ends are not aligned to a piece. Out of the way of those that are: fetching instructions is most of
+/// what a small copy costs. Generic, so that it is compiled with the kernel that calls it.
+///
+/// # Safety
+/// As for [`copy_part`].
+#[cold]
+#[cfg_attr(target_arch = "nvptx64", inline(never))]
+unsafe fn copy_odd<T: Copy + Into<u64>>(thread: T, threads: T, dst: u64, src: u64, bytes: u64) {
     if dst == src {
         return;
     }
     let apart = dst ^ src;
     // Whole accesses begin where `dst` is aligned; `src` is then as well.
-    let width = 1 << (apart | PIECE).trailing_zeros();
+    let log_width = (apart | PIECE).trailing_zeros();
+    let width = 1 << log_width;
     let head = min(dst.wrapping_neg() & (width - 1), bytes);
-    let count = (bytes - head) / width;
+    let count = (bytes - head) >> log_width;
     let tail = head + count * width;
-    let (thread, threads) = (u64::from(thread), u64::from(threads));
+    let (thread, threads): (u64, u64) = (thread.into(), threads.into());
     // SAFETY: the three parts cover the caller's ranges once; whole accesses are aligned.
     unsafe {
         let (to, from) = (dst + head, src + head);
@@ -62,24 +92,34 @@ macro_rules! bodies {
             let end = dst + count * $width;
             let mut to = dst + thread * $width;
             let mut from = src + thread * $width;
+            // The last round is like the others, with four loads in flight, as far as there are.
             // SAFETY: every access lies before `end`.
             unsafe {
-                while to + 3 * stride < end {
+                while to < end {
+                    let (one, two, three) = (to + stride, to + 2 * stride, to + 3 * stride);
                     let a = $load(from);
-                    let b = $load(from + stride);
-                    let c = $load(from + 2 * stride);
-                    let d = $load(from + 3 * stride);
+                    let mut rest = (a, a, a);
+                    if one < end {
+                        rest.0 = $load(from + stride);
+                    }
+                    if two < end {
+                        rest.1 = $load(from + 2 * stride);
+                    }
+                    if three < end {
+                        rest.2 = $load(from + 3 * stride);
+                    }
                     $store(to, a);
-                    $store(to + stride, b);
-                    $store(to + 2 * stride, c);
-                    $store(to + 3 * stride, d);
+                    if one < end {
+                        $store(one, rest.0);
+                    }
+                    if two < end {
+                        $store(two, rest.1);
+                    }
+                    if three < end {
+                        $store(three, rest.2);
+                    }
                     to += 4 * stride;
                     from += 4 * stride;
-                }
-                while to < end {
-                    $store(to, $load(from));
-                    to += stride;
-                    from += stride;
                 }
             }
         }

@@ -114,6 +114,15 @@ impl Memory for Raw {
     }
 
     #[inline(always)]
+    unsafe fn raise(&self, addr: u64, value: u64) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("red.relaxed.sys.global.max.u64 [{a}], {v};", v = in(reg64) value,
+                a = in(reg64) addr, options(nostack, preserves_flags));
+        }
+    }
+
+    #[inline(always)]
     fn fence(&self) {
         // SAFETY: a fence touches no memory.
         unsafe { asm!("fence.acq_rel.sys;", options(nostack, preserves_flags)) };
@@ -140,7 +149,7 @@ impl Memory for Raw {
     #[inline(always)]
     unsafe fn copy(&self, dst: u64, src: u64, bytes: u64) {
         // SAFETY: the caller's promise.
-        unsafe { super::copy::copy_part(0, 1, dst, src, bytes) }
+        unsafe { super::copy::copy_part(0_u32, 1, dst, src, bytes) }
     }
 }
 

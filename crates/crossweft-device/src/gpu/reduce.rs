@@ -8,6 +8,7 @@
     reason = "elements are taken out of, and put into, 32-bit registers"
 )]
 
+use core::hint::cold_path;
 use core::marker::PhantomData;
 
 use super::packets::{flag_in, load_bytes, load_pair, store_bytes, store_pair, word};
@@ -204,6 +205,7 @@ macro_rules! bytes2 {
                         d: <$t>::pack_two(l.6, l.7),
                     };
                 }
+                cold_path();
                 let bits = |acc| -> u16 { $to(<$t>::store(acc)) };
                 let two = |x, y| bits(x) as u32 | (bits(y) as u32) << 16;
                 Piece {
@@ -390,6 +392,15 @@ const fn entry(table: u64, k: u32) -> *mut Location {
     (table + k as u64 * size_of::<Location>() as u64) as *mut Location
 }
 
+#[inline(always)]
+fn finish<E: GpuElement>(lanes: E::Lanes, divisor: u32) -> Piece {
+    E::pack(if divisor == 0 {
+        lanes
+    } else {
+        E::map(lanes, |acc| E::div(acc, divisor))
+    })
+}
+
 /// A reduction whose operands are in the table.
 struct Listed<E, C> {
     combine: C,
@@ -404,61 +415,6 @@ impl<E: GpuElement, C: Combine> Listed<E, C> {
     unsafe fn location(&self, k: u32) -> Location {
         // SAFETY: the caller's promise; nobody writes the table meanwhile.
         unsafe { entry(self.table, k).read() }
-    }
-
-    #[inline(always)]
-    fn finish(&self, lanes: E::Lanes, divisor: u32) -> Piece {
-        E::pack(if divisor == 0 {
-            lanes
-        } else {
-            E::map(lanes, |acc| E::div(acc, divisor))
-        })
-    }
-
-    /// Two aligned raw sources into one such destination, four pieces in flight. Returns the first
-    /// piece that is left.
-    ///
-    /// # Safety
-    /// The addresses must be aligned to a piece, and valid for `pieces`.
-    #[inline(always)]
-    unsafe fn pair<B: Block>(
-        &self,
-        block: &B,
-        [dst, a, b]: [u64; 3],
-        pieces: u64,
-        divisor: u32,
-    ) -> u64 {
-        let threads = u64::from(block.threads());
-        let mut i = u64::from(block.thread());
-        let (one, two, three) = (threads * PIECE, 2 * threads * PIECE, 3 * threads * PIECE);
-        while i + 3 * threads < pieces {
-            let (x, y, mut to) = (a + i * PIECE, b + i * PIECE, dst + i * PIECE);
-            // SAFETY: the last of the four lies before `pieces`.
-            unsafe {
-                let (x0, x1) = (load16(x), load16(x + one));
-                let (x2, x3) = (load16(x + two), load16(x + three));
-                let (y0, y1) = (load16(y), load16(y + one));
-                let (y2, y3) = (load16(y + two), load16(y + three));
-                // One text for all four: they move up.
-                let (mut xs, mut ys) = ([x0, x1, x2, x3], [y0, y1, y2, y3]);
-                let mut left = opaque(4);
-                while left > 0 {
-                    let ([x0, x1, x2, x3], [y0, y1, y2, y3]) = (xs, ys);
-                    store16(to, self.add(x0, y0, divisor));
-                    (xs, ys) = ([x1, x2, x3, x3], [y1, y2, y3, y3]);
-                    to += one;
-                    left -= 1;
-                }
-            }
-            i += 4 * threads;
-        }
-        i
-    }
-
-    #[inline(always)]
-    fn add(&self, x: Piece, y: Piece, divisor: u32) -> Piece {
-        let lanes = self.combine.combine::<E>(E::unpack(x), E::unpack(y));
-        self.finish(lanes, divisor)
     }
 }
 
@@ -833,6 +789,22 @@ impl<E: GpuElement, C: Combine> Reducer for GpuReducer<E, C> {
     ) -> Result<(), Stopped> {
         let divisor = if self.average { divisor } else { 0 };
         let (count, targets) = (sources.count, destinations.count);
+        let (combine, table) = (self.combine, self.table);
+        let bytes = elements * size_of::<E>() as u64;
+        if count == 2 && targets == 1 && bytes.is_multiple_of(PIECE) {
+            let (a, b, to) = ((sources.at)(0), (sources.at)(1), (destinations.at)(0));
+            let raw = a.packets.is_none() && b.packets.is_none() && to.packets.is_none();
+            if raw && (a.addr | b.addr | to.addr).is_multiple_of(PIECE) {
+                let pieces = bytes / PIECE;
+                // SAFETY: the caller's promise.
+                unsafe {
+                    reduce_pair::<B, E, C>(
+                        block, combine, to.addr, a.addr, b.addr, pieces, divisor,
+                    );
+                }
+                return Ok(());
+            }
+        }
         // All operands are looked up at once, a thread each: one after another would take longer
         // than a small reduction itself. The barrier before it is for those still in the reduction
         // before.
@@ -850,12 +822,62 @@ impl<E: GpuElement, C: Combine> Reducer for GpuReducer<E, C> {
         }
         block.sync(Ok(()))?;
 
-        let bytes = elements * size_of::<E>() as u64;
-        let (combine, table) = (self.combine, self.table);
         // SAFETY: all operands are in the table; the rest is the caller's promise.
         unsafe {
             reduce_listed::<B, E, C>(block, combine, table, count, targets, bytes, divisor, flag)
         }
+    }
+}
+
+/// Block: reduces two aligned sources of `pieces` pieces into one such destination, four pieces of each in flight. Like
+/// [`reduce_listed`], a function of numbers alone.
+///
+/// # Safety
+/// The addresses must be aligned to a piece, and valid for `pieces`.
+#[cfg_attr(target_arch = "nvptx64", inline(never))]
+unsafe fn reduce_pair<B: Block, E: GpuElement, C: Combine>(
+    block: &B,
+    combine: C,
+    dst: u64,
+    a: u64,
+    b: u64,
+    pieces: u64,
+    divisor: u32,
+) {
+    let add = |x, y| finish::<E>(combine.combine::<E>(E::unpack(x), E::unpack(y)), divisor);
+    let threads = u64::from(block.threads());
+    let mut i = u64::from(block.thread());
+    let stride = threads * PIECE;
+    while i < pieces {
+        let (x, y, mut to) = (a + i * PIECE, b + i * PIECE, dst + i * PIECE);
+        // The last round is like the others, as far as there are pieces.
+        let mut left = 1;
+        // SAFETY: every piece lies before `pieces`.
+        unsafe {
+            let (x0, y0) = (load16(x), load16(y));
+            let (mut xs, mut ys) = ([x0; 4], [y0; 4]);
+            if i + threads < pieces {
+                (xs[1], ys[1], left) = (load16(x + stride), load16(y + stride), 2);
+            }
+            if i + 2 * threads < pieces {
+                let far = 2 * stride;
+                (xs[2], ys[2], left) = (load16(x + far), load16(y + far), 3);
+            }
+            if i + 3 * threads < pieces {
+                let far = 3 * stride;
+                (xs[3], ys[3], left) = (load16(x + far), load16(y + far), 4);
+            }
+            // One text for all four: they move up.
+            left = opaque(left);
+            while left > 0 {
+                let ([x0, x1, x2, x3], [y0, y1, y2, y3]) = (xs, ys);
+                store16(to, add(x0, y0));
+                (xs, ys) = ([x1, x2, x3, x3], [y1, y2, y3, y3]);
+                to += stride;
+                left -= 1;
+            }
+        }
+        i += 4 * threads;
     }
 }
 
@@ -884,16 +906,6 @@ unsafe fn reduce_listed<B: Block, E: GpuElement, C: Combine>(
     };
     let (whole, rest) = (bytes / PIECE, bytes % PIECE);
     let mut i = u64::from(block.thread());
-    if count == 2 && targets == 1 {
-        // SAFETY: all three were looked up, and are valid for the elements.
-        unsafe {
-            let (a, b, to) = (this.location(0), this.location(1), this.location(2));
-            let raw = a.packets.is_none() && b.packets.is_none() && to.packets.is_none();
-            if raw && (a.addr | b.addr | to.addr).is_multiple_of(PIECE) {
-                i = this.pair(block, [to.addr, a.addr, b.addr], whole, divisor);
-            }
-        }
-    }
     while i * PIECE < bytes {
         let valid = if i < whole { PIECE } else { rest };
         // SAFETY: everything was looked up, and is valid for the elements. This thread reads a
@@ -908,7 +920,7 @@ unsafe fn reduce_listed<B: Block, E: GpuElement, C: Combine>(
                 lanes = part.0;
                 part.1?;
             }
-            let piece = this.finish(lanes, divisor);
+            let piece = finish::<E>(lanes, divisor);
             let mut k = count;
             while k < count + targets {
                 let to = this.location(k);

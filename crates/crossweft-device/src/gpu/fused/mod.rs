@@ -12,7 +12,10 @@
 pub mod one_shot;
 pub mod two_shot;
 
+use core::hint::cold_path;
+
 use super::packets::word;
+use crate::block::Block;
 use crate::executor::STOPPED_EPOCH;
 use crate::wait::Stopped;
 
@@ -42,23 +45,19 @@ fn begins(epoch: u64) -> Result<(), Stopped> {
 /// # Safety
 /// The address must be aligned to a piece and valid for them.
 #[inline(always)]
-unsafe fn load(addr: u64, left: u64) -> Piece {
+unsafe fn load<B: Block>(addr: u64, left: u64) -> Piece {
     // SAFETY: the caller's promise.
     unsafe {
         if left >= PIECE {
             return load16(addr);
         }
-        let (mut low, mut high, mut k) = (0_u64, 0_u64, left);
-        while k > 0 {
-            k -= 1;
-            high = high << 8 | low >> 56;
-            low = low << 8 | u64::from(load1(addr + k));
-        }
+        cold_path();
+        let all = load_part::<B>(addr, left);
         Piece {
-            a: low as u32,
-            b: (low >> 32) as u32,
-            c: high as u32,
-            d: (high >> 32) as u32,
+            a: all as u32,
+            b: (all >> 32) as u32,
+            c: (all >> 64) as u32,
+            d: (all >> 96) as u32,
         }
     }
 }
@@ -68,21 +67,48 @@ unsafe fn load(addr: u64, left: u64) -> Piece {
 /// # Safety
 /// As for [`load`].
 #[inline(always)]
-unsafe fn store(addr: u64, piece: Piece, left: u64) {
+unsafe fn store<B: Block>(addr: u64, piece: Piece, left: u64) {
     // SAFETY: the caller's promise.
     unsafe {
         if left >= PIECE {
             store16(addr, piece);
             return;
         }
+        cold_path();
         let Piece { a, b, c, d } = piece;
-        let (mut low, mut high, mut k) = (word(a, b), word(c, d), 0);
-        while k < left {
-            store1(addr + k, low as u8);
-            low = low >> 8 | high << 56;
-            high >>= 8;
-            k += 1;
-        }
+        store_part::<B>(addr, word(a, b), word(c, d), left);
+    }
+}
+
+/// Less than a piece, a byte at a time. Functions of their own: fetching instructions is most of what a small
+/// message costs, and only the end of a message needs these. Generic, so that they are compiled with the kernel that
+/// calls them.
+///
+/// # Safety
+/// As for [`load`].
+#[cold]
+#[inline(never)]
+unsafe fn load_part<B: Block>(addr: u64, left: u64) -> u128 {
+    let (mut all, mut k) = (0, left);
+    while k > 0 {
+        k -= 1;
+        // SAFETY: the caller's promise.
+        all = all << 8 | u128::from(unsafe { load1(addr + k) });
+    }
+    all
+}
+
+/// # Safety
+/// As for [`load`].
+#[cold]
+#[inline(never)]
+unsafe fn store_part<B: Block>(addr: u64, low: u64, high: u64, left: u64) {
+    let (mut all, mut k) = (u128::from(high) << 64 | u128::from(low), 0);
+    while k < left {
+        // SAFETY: the caller's promise.
+        unsafe { store1(addr + k, all as u8) };
+        all >>= 8;
+        k += 1;
     }
 }
 

@@ -6,19 +6,22 @@
     reason = "a packet word is taken apart into its halves, and a half into bytes"
 )]
 
+use core::hint::cold_path;
+
 use super::{Tables, begins, load, min, store};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
-use crate::executor::leave;
+use crate::executor::{advance, arrive, leave};
 use crate::gpu::OneShot;
 use crate::gpu::packets::{flag_in, word};
 use crate::gpu::reduce::{Combine, GpuElement, Sum};
 use crate::gpu::wide::{PIECE, Piece};
 use crate::memory::Memory;
-use crate::packet::{PAYLOAD, WORD, flag_of};
+use crate::packet::{PAYLOAD, WORD, flag_of, is_scrub_epoch};
 use crate::wait::{Site, Stopped, WaitKind, wait_for};
 
-/// Runs thread block `index` of a launch; `launch` without its tables, which are in `tables`.
+/// Runs thread block `index` of a launch that found `epoch`; `launch` without its tables, which are in `tables`.
+/// Threads return as soon as they are done; any of them may bring the error.
 ///
 /// # Errors
 /// [`Stopped`] when the wait hook ends the wait, as for
@@ -32,13 +35,14 @@ pub unsafe fn run<B: Block, E: GpuElement>(
     block: &B,
     launch: &OneShot,
     tables: &impl Tables,
-    index: u32,
+    (index, epoch): (u32, u64),
 ) -> Result<(), Stopped> {
     // SAFETY: the caller's promise. The usual operation has a text of its own, without the others'.
     unsafe {
+        let at = (index, epoch);
         match launch.op {
-            ReduceOp::Sum | ReduceOp::Avg => run_with::<B, E, _>(block, launch, tables, index, Sum),
-            other => run_with::<B, E, _>(block, launch, tables, index, other),
+            ReduceOp::Sum | ReduceOp::Avg => run_with::<B, E, _>(block, launch, tables, at, Sum),
+            other => run_with::<B, E, _>(block, launch, tables, at, other),
         }
     }
 }
@@ -50,7 +54,7 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
     block: &B,
     launch: &OneShot,
     tables: &impl Tables,
-    index: u32,
+    (index, epoch): (u32, u64),
     combine: C,
 ) -> Result<(), Stopped> {
     let memory = block.memory();
@@ -72,41 +76,55 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
     let stride = u64::from(block.threads()) * PIECE;
     // SAFETY: the caller's promise; every piece lies before `end`.
     unsafe {
-        let epoch = memory.load(counters.epoch);
+        // The first piece is on its way while the epoch is.
+        let mut next = Piece::default();
+        if first < end {
+            next = load::<B>(input + first, end - first);
+        }
         let flag = flag_of(epoch, bytes);
         let half = (epoch & 1) * counters.packets_half;
         let mut mine = begins(epoch);
         let mut at = first;
         while at < end && mine.is_ok() {
-            let Piece { a, b, c, d } = load(input + at, end - at);
+            let Piece { a, b, c, d } = next;
+            let here = at;
+            at += stride;
+            if at < end {
+                next = load::<B>(input + at, end - at);
+            }
             let mut k = 0;
             while k < targets {
-                let to = tables.target(k) + half + at * (WORD / PAYLOAD);
+                let to = tables.target(k) + half + here * (WORD / PAYLOAD);
                 memory.store_pair(to, [word(a, flag), word(b, flag)]);
                 memory.store_pair(to + 2 * WORD, [word(c, flag), word(d, flag)]);
                 k += 1;
             }
-            at += stride;
         }
         // What waits need to know is there behind this barrier, which takes less time than the packets.
         mine = block.sync(mine);
+        let scrubs = is_scrub_epoch(epoch);
+        let mut is_last = false;
+        if mine.is_ok() && !scrubs {
+            is_last = arrive(block, counters);
+        }
         at = first;
         while at < end && mine.is_ok() {
-            // Words that the message does not reach have arrived.
-            let words = if end - at < PIECE {
-                (end - at).div_ceil(PAYLOAD)
-            } else {
-                PIECE / PAYLOAD
-            };
+            let whole = end - at >= PIECE;
             let none = word(0, flag);
             let look = |k: u32| {
                 let source = tables.source(k);
                 if source == 0 {
-                    let Piece { a, b, c, d } = load(input + at, end - at);
+                    let Piece { a, b, c, d } = load::<B>(input + at, end - at);
                     return [word(a, flag), word(b, flag), word(c, flag), word(d, flag)];
                 }
                 let from = source + half + at * (WORD / PAYLOAD);
                 let ([a, b], [c, d]) = (memory.load_pair(from), memory.load_pair(from + 2 * WORD));
+                if whole {
+                    return [a, b, c, d];
+                }
+                cold_path();
+                // Words that the message does not reach have arrived.
+                let words = (end - at).div_ceil(PAYLOAD);
                 [
                     a,
                     if words > 1 { b } else { none },
@@ -154,14 +172,21 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
             }
             if mine.is_ok() {
                 if divisor != 0 {
+                    cold_path();
                     lanes = E::map(lanes, |acc| E::div(acc, divisor));
                 }
-                store(output + at, E::pack(lanes), end - at);
+                store::<B>(output + at, E::pack(lanes), end - at);
             }
             at += stride;
         }
-        block.sync(mine)?;
-        leave(block, counters, epoch, index)
+        if scrubs {
+            cold_path();
+            block.sync(mine)?;
+            return leave(block, counters, epoch, index);
+        }
+        mine?;
+        advance(block, counters, epoch, is_last);
+        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@
 use super::{Tables, begins, load, min, store};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
-use crate::executor::{compare, leave, tag};
+use crate::executor::{advance, arrive, compare, tag};
 use crate::gpu::TwoShot;
 use crate::gpu::reduce::{Combine, GpuElement, Sum};
 use crate::gpu::wide::{PIECE, Piece, load16, store16};
@@ -12,7 +12,8 @@ use crate::memory::Memory;
 use crate::semaphore::Semaphore;
 use crate::wait::Stopped;
 
-/// Runs thread block `index` of a launch; `launch` without its tables, which are in `tables`.
+/// Runs thread block `index` of a launch that found `epoch`; `launch` without its tables, which are in `tables`.
+/// Threads return as soon as they are done; any of them may bring the error.
 ///
 /// # Errors
 /// [`Stopped`] when the wait hook ends a wait, as for
@@ -27,12 +28,11 @@ pub unsafe fn run<B: Block, E: GpuElement>(
     block: &B,
     launch: &TwoShot,
     tables: &impl Tables,
-    index: u32,
+    (index, epoch): (u32, u64),
 ) -> Result<(), Stopped> {
     // SAFETY: the caller's promise. The usual operation has a text of its own, without the others'.
     unsafe {
         let memory = block.memory();
-        let epoch = memory.load(launch.counters.epoch);
         let mut semaphore = Semaphore::default();
         let mut taken = 0;
         if block.thread() < launch.peers {
@@ -48,13 +48,9 @@ pub unsafe fn run<B: Block, E: GpuElement>(
         }
         // What waits need to know is there behind this barrier.
         block.sync(mine)?;
-        wait(
-            block,
-            launch,
-            epoch,
-            &semaphore,
-            (launch.first_wait, taken + 1),
-        )?;
+        let is_last = arrive(block, &launch.counters);
+        let first = (launch.first_wait, taken + 1);
+        block.sync(wait(block, launch, epoch, &semaphore, first))?;
         match launch.op {
             ReduceOp::Sum | ReduceOp::Avg => {
                 reduce::<B, E, _, true>(block, launch, tables, index, Sum);
@@ -63,14 +59,10 @@ pub unsafe fn run<B: Block, E: GpuElement>(
         }
         block.sync(Ok(()))?;
         signal(block, launch, epoch, &semaphore);
-        wait(
-            block,
-            launch,
-            epoch,
-            &semaphore,
-            (launch.second_wait, taken + 2),
-        )?;
-        leave(block, &launch.counters, epoch, index)
+        let second = (launch.second_wait, taken + 2);
+        wait(block, launch, epoch, &semaphore, second)?;
+        advance(block, &launch.counters, epoch, is_last);
+        Ok(())
     }
 }
 
@@ -99,16 +91,14 @@ unsafe fn wait<B: Block>(
     (op, target): (u32, u64),
 ) -> Result<(), Stopped> {
     let memory = block.memory();
-    let mut mine = Ok(());
-    if block.thread() < launch.peers {
-        // SAFETY: the caller's promise.
-        mine = unsafe {
-            semaphore
-                .wait_until(block, op, target, |addr| memory.load_acquire(addr))
-                .and_then(|()| compare(block, semaphore, (epoch, launch.bytes), op))
-        };
+    if block.thread() >= launch.peers {
+        return Ok(());
     }
-    block.sync(mine)
+    // SAFETY: the caller's promise.
+    unsafe {
+        semaphore.wait_until(block, op, target, |addr| memory.load_acquire(addr))?;
+        compare(block, semaphore, (epoch, launch.bytes), op)
+    }
 }
 
 /// With `WIDE`, more than a piece at a time.
@@ -183,13 +173,13 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const WIDE: bool>(
             at += 2 * stride;
         }
         while at < end {
-            let mut next = load(tables.source(0) + at, end - at);
+            let mut next = load::<B>(tables.source(0) + at, end - at);
             let mut lanes = E::unpack(Piece::default());
             let mut k = 0;
             while k < sources {
                 let now = E::unpack(next);
                 if k + 1 < sources {
-                    next = load(tables.source(k + 1) + at, end - at);
+                    next = load::<B>(tables.source(k + 1) + at, end - at);
                 }
                 lanes = if k == 0 {
                     now
@@ -201,7 +191,7 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const WIDE: bool>(
             let piece = finish(lanes);
             let mut k = 0;
             while k < targets {
-                store(tables.target(k) + at, piece, end - at);
+                store::<B>(tables.target(k) + at, piece, end - at);
                 k += 1;
             }
             at += stride;
