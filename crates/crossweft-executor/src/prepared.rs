@@ -10,6 +10,7 @@ use crossweft_device::program::Program;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::{Grid, Schedule, reducer};
+use crossweft_hal::cuda::Stream;
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_plan::{Buffer, Collective, InPlace, Plan};
 
@@ -237,9 +238,21 @@ impl Prepared {
             options.first_epoch,
         )
         .map_err(channel)?;
-        let machine = machine(endpoint, plan, &memories, &options);
+        // Launches borrow a stream from their context. Each rank holds one until all have come, so that there are
+        // as many as ranks: making one while kernels run may wait for them.
+        let machine = machine(endpoint, plan, &memories, &options).and_then(|machine| {
+            let stream = match endpoint.device() {
+                Device::Cuda(context) => Some(Stream::new(context)),
+                _ => None,
+            };
+            let stream = stream.transpose().map_err(|error| ExecutorError::Hal {
+                plan: name(),
+                source: error.into(),
+            })?;
+            Ok((machine, stream))
+        });
         // No rank launches what another cannot.
-        let machine = endpoint.settle(machine, &what, deadline, channel)?;
+        let (machine, _stream) = endpoint.settle(machine, &what, deadline, channel)?;
         let halves = (scratch_half, packets_half);
         let element = options.dtype.size() as u32;
         Ok(Arc::new(Self {

@@ -2,7 +2,7 @@
 
 use core::marker::PhantomData;
 
-use super::nvptx::{barrier_max, block_x, opaque, thread, threads, time_ns};
+use super::nvptx::{barrier_max, block_x, claim, opaque, thread, threads, time_ns};
 use super::{GpuContext, StatusRecord};
 use crate::block::Block;
 use crate::memory::{Memory, Raw};
@@ -78,24 +78,22 @@ impl<S: Shared> GpuBlock<S> {
     }
 
     /// When waits end. The clock, which takes a quarter of a microsecond to read, starts when the
-    /// first wait has lasted.
+    /// first wait has lasted: the first thread that comes here decides for all.
     ///
     /// # Safety
     /// As for [`begin`](Self::begin).
     unsafe fn end(now: u64) -> u64 {
-        // SAFETY: the caller's promise. Threads that come here at once write nearly the same, in one
-        // access.
+        // SAFETY: the caller's promise; behind the barrier, `end` is only accessed here.
         unsafe {
-            let BlockState { end, limit, .. } = *S::state();
-            if end != 0 {
-                return end;
-            }
-            let end = match limit {
+            let state = S::state();
+            let mine = match (*state).limit {
                 0 => u64::MAX,
                 limit => now.saturating_add(limit),
             };
-            (&raw mut (*S::state()).end).write_volatile(end);
-            end
+            match claim((&raw mut (*state).end) as u64, mine) {
+                0 => mine,
+                end => end,
+            }
         }
     }
 
@@ -105,7 +103,7 @@ impl<S: Shared> GpuBlock<S> {
         // SAFETY: `begin` was promised shared memory and a valid record; the first to claim it
         // writes it alone.
         unsafe {
-            let BlockState { status, rank, .. } = *S::state();
+            let (status, rank) = ((*S::state()).status, (*S::state()).rank);
             if status == 0 || Raw.fetch_add(status, 1) != 0 {
                 return;
             }
@@ -132,7 +130,7 @@ impl<S: Shared> GpuBlock<S> {
         // SAFETY: `begin` was promised shared memory, and the context's addresses.
         let (now, end, aborted) = unsafe {
             let now = time_ns();
-            let BlockState { abort, .. } = *S::state();
+            let abort = (*S::state()).abort;
             (now, Self::end(now), abort != 0 && Raw.load(abort) != 0)
         };
         let of_other_size =

@@ -92,34 +92,24 @@ macro_rules! bodies {
             let end = dst + count * $width;
             let mut to = dst + thread * $width;
             let mut from = src + thread * $width;
-            // The last round is like the others, with four loads in flight, as far as there are.
             // SAFETY: every access lies before `end`.
             unsafe {
-                while to < end {
-                    let (one, two, three) = (to + stride, to + 2 * stride, to + 3 * stride);
+                while to + 3 * stride < end {
                     let a = $load(from);
-                    let mut rest = (a, a, a);
-                    if one < end {
-                        rest.0 = $load(from + stride);
-                    }
-                    if two < end {
-                        rest.1 = $load(from + 2 * stride);
-                    }
-                    if three < end {
-                        rest.2 = $load(from + 3 * stride);
-                    }
+                    let b = $load(from + stride);
+                    let c = $load(from + 2 * stride);
+                    let d = $load(from + 3 * stride);
                     $store(to, a);
-                    if one < end {
-                        $store(one, rest.0);
-                    }
-                    if two < end {
-                        $store(two, rest.1);
-                    }
-                    if three < end {
-                        $store(three, rest.2);
-                    }
+                    $store(to + stride, b);
+                    $store(to + 2 * stride, c);
+                    $store(to + 3 * stride, d);
                     to += 4 * stride;
                     from += 4 * stride;
+                }
+                while to < end {
+                    $store(to, $load(from));
+                    to += stride;
+                    from += stride;
                 }
             }
         }

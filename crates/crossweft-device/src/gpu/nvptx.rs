@@ -153,6 +153,21 @@ impl Memory for Raw {
     }
 }
 
+/// Writes `mine` to a word that the threads of a block share, if it is 0; returns what it was.
+///
+/// # Safety
+/// The address must be valid and 8-byte aligned, and nobody may access it otherwise meanwhile.
+#[inline(always)]
+pub unsafe fn claim(addr: u64, mine: u64) -> u64 {
+    let before;
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!("atom.relaxed.sys.cas.b64 {b}, [{a}], 0, {v};", b = out(reg64) before,
+            v = in(reg64) mine, a = in(reg64) addr, options(nostack, preserves_flags));
+    }
+    before
+}
+
 /// `x`, of which the compiler knows nothing any more. Code behind a barrier that depends on what only
 /// some threads know would otherwise be doubled with the barrier in it, and the threads of a block
 /// would meet at different ones.

@@ -847,37 +847,29 @@ unsafe fn reduce_pair<B: Block, E: GpuElement, C: Combine>(
     let add = |x, y| finish::<E>(combine.combine::<E>(E::unpack(x), E::unpack(y)), divisor);
     let threads = u64::from(block.threads());
     let mut i = u64::from(block.thread());
-    let stride = threads * PIECE;
+    let (one, two, three) = (threads * PIECE, 2 * threads * PIECE, 3 * threads * PIECE);
     while i < pieces {
         let (x, y, mut to) = (a + i * PIECE, b + i * PIECE, dst + i * PIECE);
-        // The last round is like the others, as far as there are pieces.
-        let mut left = 1;
         // SAFETY: every piece lies before `pieces`.
         unsafe {
             let (x0, y0) = (load16(x), load16(y));
-            let (mut xs, mut ys) = ([x0; 4], [y0; 4]);
-            if i + threads < pieces {
-                (xs[1], ys[1], left) = (load16(x + stride), load16(y + stride), 2);
-            }
-            if i + 2 * threads < pieces {
-                let far = 2 * stride;
-                (xs[2], ys[2], left) = (load16(x + far), load16(y + far), 3);
-            }
+            let (mut xs, mut ys, mut left) = ([x0; 4], [y0; 4], 1);
             if i + 3 * threads < pieces {
-                let far = 3 * stride;
-                (xs[3], ys[3], left) = (load16(x + far), load16(y + far), 4);
+                (xs[1], xs[2], xs[3]) = (load16(x + one), load16(x + two), load16(x + three));
+                (ys[1], ys[2], ys[3]) = (load16(y + one), load16(y + two), load16(y + three));
+                left = 4;
             }
+            i += u64::from(left) * threads;
             // One text for all four: they move up.
             left = opaque(left);
             while left > 0 {
                 let ([x0, x1, x2, x3], [y0, y1, y2, y3]) = (xs, ys);
                 store16(to, add(x0, y0));
                 (xs, ys) = ([x1, x2, x3, x3], [y1, y2, y3, y3]);
-                to += stride;
+                to += one;
                 left -= 1;
             }
         }
-        i += 4 * threads;
     }
 }
 
