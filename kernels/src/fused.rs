@@ -3,7 +3,7 @@
 use core::mem::offset_of;
 
 use crossweft_device::gpu::block::GpuBlock;
-use crossweft_device::gpu::fused::{Tables, one_shot, two_shot};
+use crossweft_device::gpu::fused::{Tables, one_shot, one_shot_lines, two_shot};
 use crossweft_device::gpu::nvptx::block_x;
 use crossweft_device::gpu::{OneShot, TwoShot};
 use crossweft_device::{Memory, Raw};
@@ -59,7 +59,7 @@ macro_rules! word_of {
 }
 
 macro_rules! fused {
-    ($($module:literal, $element:ty, $one_shot:ident, $two_shot:ident;)*) => { $(
+    ($($module:literal, $element:ty, $one_shot:ident, $lines:ident, $two_shot:ident;)*) => { $(
         /// A thread block for each of the plan's.
         ///
         /// # Safety
@@ -81,6 +81,31 @@ macro_rules! fused {
                 let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
                 let at = (block_x(), epoch);
                 if one_shot::run::<_, $element>(&block, &launch, &tables, at).is_err() {
+                    stop(launch.counters.epoch);
+                }
+            }
+        }
+
+        /// A thread block for each of the plan's.
+        ///
+        /// # Safety
+        /// As for [`one_shot_lines::run`].
+        #[cfg(module = $module)]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "ptx-kernel" fn $lines(launch: OneShot) {
+            // SAFETY: as above.
+            unsafe {
+                let tables = Parameter {
+                    word: word_of!($lines),
+                    target: offset_of!(OneShot, target),
+                    source: offset_of!(OneShot, source),
+                    peer: offset_of!(OneShot, peer),
+                };
+                // On its way while all else is made ready.
+                let epoch = Raw.load(launch.counters.epoch);
+                let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
+                let at = (block_x(), epoch);
+                if one_shot_lines::run::<_, $element>(&block, &launch, &tables, at).is_err() {
                     stop(launch.counters.epoch);
                 }
             }
@@ -118,18 +143,32 @@ macro_rules! fused {
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
 
 fused! {
-    "i8", i8, crossweft_one_shot_i8, crossweft_two_shot_i8;
-    "u8", u8, crossweft_one_shot_u8, crossweft_two_shot_u8;
-    "i16", i16, crossweft_one_shot_i16, crossweft_two_shot_i16;
-    "u16", u16, crossweft_one_shot_u16, crossweft_two_shot_u16;
-    "i32", i32, crossweft_one_shot_i32, crossweft_two_shot_i32;
-    "u32", u32, crossweft_one_shot_u32, crossweft_two_shot_u32;
-    "i64", i64, crossweft_one_shot_i64, crossweft_two_shot_i64;
-    "u64", u64, crossweft_one_shot_u64, crossweft_two_shot_u64;
-    "f16", F16, crossweft_one_shot_f16, crossweft_two_shot_f16;
-    "bf16", Bf16, crossweft_one_shot_bf16, crossweft_two_shot_bf16;
-    "f32", f32, crossweft_one_shot_f32, crossweft_two_shot_f32;
-    "f64", f64, crossweft_one_shot_f64, crossweft_two_shot_f64;
-    "f8e4m3", F8E4M3, crossweft_one_shot_f8e4m3, crossweft_two_shot_f8e4m3;
-    "f8e5m2", F8E5M2, crossweft_one_shot_f8e5m2, crossweft_two_shot_f8e5m2;
+    "i8", i8, crossweft_one_shot_i8, crossweft_one_shot_lines_i8,
+        crossweft_two_shot_i8;
+    "u8", u8, crossweft_one_shot_u8, crossweft_one_shot_lines_u8,
+        crossweft_two_shot_u8;
+    "i16", i16, crossweft_one_shot_i16, crossweft_one_shot_lines_i16,
+        crossweft_two_shot_i16;
+    "u16", u16, crossweft_one_shot_u16, crossweft_one_shot_lines_u16,
+        crossweft_two_shot_u16;
+    "i32", i32, crossweft_one_shot_i32, crossweft_one_shot_lines_i32,
+        crossweft_two_shot_i32;
+    "u32", u32, crossweft_one_shot_u32, crossweft_one_shot_lines_u32,
+        crossweft_two_shot_u32;
+    "i64", i64, crossweft_one_shot_i64, crossweft_one_shot_lines_i64,
+        crossweft_two_shot_i64;
+    "u64", u64, crossweft_one_shot_u64, crossweft_one_shot_lines_u64,
+        crossweft_two_shot_u64;
+    "f16", F16, crossweft_one_shot_f16, crossweft_one_shot_lines_f16,
+        crossweft_two_shot_f16;
+    "bf16", Bf16, crossweft_one_shot_bf16, crossweft_one_shot_lines_bf16,
+        crossweft_two_shot_bf16;
+    "f32", f32, crossweft_one_shot_f32, crossweft_one_shot_lines_f32,
+        crossweft_two_shot_f32;
+    "f64", f64, crossweft_one_shot_f64, crossweft_one_shot_lines_f64,
+        crossweft_two_shot_f64;
+    "f8e4m3", F8E4M3, crossweft_one_shot_f8e4m3, crossweft_one_shot_lines_f8e4m3,
+        crossweft_two_shot_f8e4m3;
+    "f8e5m2", F8E5M2, crossweft_one_shot_f8e5m2, crossweft_one_shot_lines_f8e5m2,
+        crossweft_two_shot_f8e5m2;
 }

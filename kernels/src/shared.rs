@@ -3,9 +3,9 @@
 use core::arch::{asm, global_asm};
 
 use crossweft_device::executor::{STOPPED_EPOCH, Start};
-use crossweft_device::{Memory, Raw};
 use crossweft_device::gpu::block::{BlockState, Shared};
 use crossweft_device::gpu::{PlanLaunch, TABLE_BYTES};
+use crossweft_device::{Memory, Raw};
 
 global_asm!(
     ".shared .align 16 .b8 crossweft_table[{table}];",

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use crossweft_hal::cpu::{Bell, Context, SharedMemory, Supervisor, cores};
+use crossweft_hal::cuda::{self, CudaError};
 use crossweft_hal::{Device, Memory};
 use crossweft_net::Group;
 use serde::Serialize;
@@ -25,6 +26,8 @@ pub struct Endpoint {
     device: Device,
     /// Ranks that compute on the same device as this one, itself included.
     sharers: u32,
+    /// See [`keeps_lines`](Self::keeps_lines).
+    keeps_lines: bool,
     registry: Arc<Registry>,
     next_key: AtomicU64,
     next_number: AtomicU32,
@@ -98,7 +101,11 @@ impl Endpoint {
         deadline: Instant,
     ) -> Result<Arc<Self>, ChannelError> {
         let what = "setting up the endpoints";
-        let (sharers, cores) = place(&group, &device, what, deadline)?;
+        let Surroundings {
+            sharers,
+            cores,
+            keeps_lines,
+        } = look_around(&group, &device, what, deadline)?;
         // The first bell is this rank's, the second stands in for ranks that cannot be woken.
         let control =
             SharedMemory::create(BOARD + Board::SIZE).map_err(ChannelError::memory(what))?;
@@ -134,6 +141,7 @@ impl Endpoint {
             group,
             device,
             sharers,
+            keeps_lines,
             registry: Arc::default(),
             next_key: AtomicU64::new(1),
             next_number: AtomicU32::new(0),
@@ -259,6 +267,14 @@ impl Endpoint {
     #[must_use]
     pub fn sharers(&self) -> u32 {
         self.sharers
+    }
+
+    /// Whether 128 bytes that one instruction of a warp writes arrive together in every rank's memory
+    /// ([`crossweft_device::gpu::lines`]): all ranks are on GPUs that are the same or joined by NVLink. The same on
+    /// every rank.
+    #[must_use]
+    pub fn keeps_lines(&self) -> bool {
+        self.keeps_lines
     }
 
     /// Allocates memory on this rank's device that peers can map once it is
@@ -395,14 +411,23 @@ impl CallLine {
     }
 }
 
-/// How many ranks compute on `device`, all of which must be of one kind, and how many cores the ranks
-/// of this host may use between them.
-fn place(
+/// What an endpoint learns about the ranks when it is made.
+struct Surroundings {
+    /// How many compute on the same device.
+    sharers: u32,
+    /// Cores that those of this host may use between them.
+    cores: usize,
+    /// See [`Endpoint::keeps_lines`].
+    keeps_lines: bool,
+}
+
+/// Looks who is there; all ranks must compute on devices of one kind.
+fn look_around(
     group: &Group,
     device: &Device,
     what: &str,
     deadline: Instant,
-) -> Result<(u32, usize), ChannelError> {
+) -> Result<Surroundings, ChannelError> {
     let name = match device {
         Device::Cuda(context) => {
             let uuid = context.device().uuid();
@@ -434,7 +459,36 @@ fn place(
     let cores: BTreeSet<u32> = local
         .flat_map(|(_, (_, cores))| cores.iter().copied())
         .collect();
-    Ok((sharers, cores.len()))
+    let keeps_lines = match device {
+        Device::Cuda(context) => {
+            let uuids = all.iter().map(|((_, uuid), _)| uuid.as_str());
+            // A peer that this process does not see is on the safe side too.
+            let own = joined(context, uuids).unwrap_or(false);
+            let all: Vec<bool> = exchange(group, &own, what, deadline)?;
+            all.into_iter().all(|own| own)
+        }
+        _ => false,
+    };
+    Ok(Surroundings {
+        sharers,
+        cores: cores.len(),
+        keeps_lines,
+    })
+}
+
+/// Whether the devices of these UUIDs are this one or joined to it by NVLink, over which atomics go as such.
+fn joined<'a>(
+    context: &cuda::Context,
+    uuids: impl Iterator<Item = &'a str>,
+) -> Result<bool, CudaError> {
+    let own = context.device();
+    let mut joined = BTreeSet::new();
+    for device in context.driver().devices()? {
+        if own.peer(&device)?.native_atomics {
+            joined.insert(device.uuid()?.to_string());
+        }
+    }
+    Ok(uuids.into_iter().all(|uuid| joined.contains(uuid)))
 }
 
 fn exchange<T: Serialize + DeserializeOwned>(

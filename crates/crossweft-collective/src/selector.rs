@@ -46,18 +46,36 @@ pub struct Selector {
 /// cores, see `docs/performance.md`: at 512 B 0.22 against 0.23 us where cores are near each other and
 /// 0.46 against 0.67 us where they are far; at 1 KiB 0.33 against 0.24 and 0.66 against 0.69 us.
 const ONE_SHOT_MAX: u64 = 512;
-/// The same on GPUs: bytes that one rank sends. On two H200 one shot takes 6.4 us for 512 KiB and 11.6 for 1 MiB,
-/// two shots 8.9 and 10.5.
+/// The same on GPUs, for collectives that the executor runs: bytes that one rank sends.
 const GPU_ONE_SHOT_SENT: u64 = 768 << 10;
+/// And for all-reduce, which has kernels of its own. Two H200, one shot in lines against two shots: 2 MiB in 10.9 and 12.8
+/// us, 4 MiB in 18.3 and 19.7, 8 MiB in 35 and 31.8.
+const GPU_ALL_REDUCE_MOST: u64 = 4 << 20;
 /// Thread blocks that one shot takes, and for messages up to which size: with few, data queues in them; with
 /// many, they are waited for.
 const GPU_ONE_SHOT: [(u32, u64); 5] = [
-    (1, 4 << 10),
+    (1, 2 << 10),
     (4, 16 << 10),
-    (16, 32 << 10),
+    (16, 64 << 10),
     (64, 128 << 10),
     (GPU_MOST_BLOCKS, u64::MAX),
 ];
+
+/// The largest message that one shot takes on GPUs.
+///
+/// Of more than two ranks not measured but reckoned from what two have: each rank sends `n - 1` messages at 380 GB/s in
+/// one hop, or twice `(n - 1) / n` of one at 340 GB/s and two handshakes, which cost 5 us more.
+fn gpu_one_shot_max(collective: Collective, ranks: u32) -> u64 {
+    let sent = u64::from(ranks.max(2)) - 1;
+    if collective != Collective::AllReduce {
+        return GPU_ONE_SHOT_SENT / sent / 1024 * 1024;
+    }
+    // Nanoseconds a MiB that one shot takes longer.
+    let longer = (2760 * sent).saturating_sub(6170 * sent / (sent + 1));
+    let reckoned = (5000_u64 << 20).checked_div(longer).unwrap_or(u64::MAX);
+    reckoned.min(GPU_ALL_REDUCE_MOST) / 1024 * 1024
+}
+
 /// Thread blocks of the other algorithms, and of the larger messages among theirs (two H200, two shots of 1 MiB:
 /// 12.4 us with 16, 10.9 with 32, 10.5 with 128; of 16 MiB: 77, 60 and 58).
 const GPU_BLOCKS: u32 = 32;
@@ -165,7 +183,7 @@ impl Selector {
             alone.with_blocks(GPU_BLOCKS);
             return alone;
         }
-        let one_shot_max = GPU_ONE_SHOT_SENT / u64::from(world_size - 1) / 1024 * 1024;
+        let one_shot_max = gpu_one_shot_max(collective, world_size);
         let mut choices = Vec::new();
         // Few steps: each is a plan with memory of its own.
         for (blocks, up_to) in GPU_ONE_SHOT {
@@ -350,14 +368,20 @@ mod tests {
         }
         let two = Selector::for_gpus(Collective::AllReduce, 2, Place::Symmetric, 1 << 30);
         assert_eq!(
-            names(&two, &[8, 768 << 10, 769 << 10]),
+            names(&two, &[8, 4 << 20, 5 << 20]),
             ["one-shot", "one-shot", "two-shot"]
         );
         let eight = Selector::for_gpus(Collective::AllReduce, 8, Place::Private, 1 << 30);
         assert_eq!(
-            names(&eight, &[109 << 10, 110 << 10]),
+            names(&eight, &[350 << 10, 400 << 10]),
             ["one-shot", "two-shot-staged"]
         );
+        // More ranks, more that each sends.
+        let most: Vec<_> = (2..=16)
+            .map(|n| gpu_one_shot_max(Collective::AllReduce, n))
+            .collect();
+        assert!(most.is_sorted_by(|a, b| a >= b), "{most:?}");
+        assert_eq!(gpu_one_shot_max(Collective::AllGather, 4), 256 << 10);
     }
 
     #[test]

@@ -56,6 +56,9 @@ fn on<T: Send>(
 /// Odd, around packet words, vectors and chunks, and large enough for every thread of several blocks.
 const COUNTS: [usize; 9] = [1, 2, 3, 17, 63, 513, 1025, 4099, 40_001];
 
+/// Bytes that a thread moves at once.
+const PIECE: u64 = 16;
+
 /// The results of one rank: all counts, patterns, in place and not, one behind another.
 fn results(
     communicator: &Communicator,
@@ -66,37 +69,43 @@ fn results(
 ) -> Result<Vec<u8>, CollectiveError> {
     let (rank, world_size) = (communicator.rank(), communicator.world_size());
     let size = dtype.size();
-    let max = (counts.iter().max().unwrap() + 1) * size;
+    let largest = (counts.iter().max().unwrap() * size) as u64;
+    // With whole pieces in front of and behind a message.
+    let memory = largest + 4 * PIECE;
     let (input, output) = (
-        communicator.allocate(max as u64)?,
-        communicator.allocate(max as u64 + 64)?,
+        communicator.allocate(memory)?,
+        communicator.allocate(memory)?,
     );
-    let options = AllReduceOptions::new(dtype, op, max as u64)
+    // Prepared for large messages, one shots of some operations go in lines, others in packets.
+    let max = match op {
+        ReduceOp::Sum | ReduceOp::Min => largest.max(32 << 10),
+        _ => largest,
+    };
+    let options = AllReduceOptions::new(dtype, op, max)
         .algorithm(algorithm)
         .blocks(blocks, crossweft_collective::Schedule::default());
     let out_of_place = communicator.all_reduce(options.clone().symmetric(&input, &output))?;
     let in_place = communicator.all_reduce(options.symmetric(&input, &input))?;
     let mut all = Vec::new();
     for (turn, &count) in counts.iter().enumerate() {
-        for pattern in [Pattern::Exact, Pattern::Random] {
+        // Aligned to an element and no more, then as allocations are.
+        let places = [size as u64, 2 * PIECE];
+        for (pattern, shift) in [Pattern::Exact, Pattern::Random].into_iter().zip(places) {
             let bytes = count * size;
             let mut data = vec![0; bytes];
             let seed = 7 + turn as u64;
             fill(pattern, dtype, op, seed, rank, world_size, &mut data);
-            // Aligned to an element and no more.
-            let shift = size as u64;
             input.write(shift, &data)?;
-            output.write(0, &vec![0xa5; bytes + 2 * size])?;
+            let (front, end) = (shift as usize, shift as usize + bytes);
+            output.write(0, &vec![0xa5; end + PIECE as usize])?;
             communicator.barrier()?;
             out_of_place.run_symmetric(shift, shift, bytes as u64)?;
-            let mut padded = vec![0; bytes + 2 * size];
+            let mut padded = vec![0; end + PIECE as usize];
             output.read(0, &mut padded)?;
-            let result = &padded[size..size + bytes];
-            assert!(padded[..size].iter().all(|&b| b == 0xa5), "wrote before");
-            assert!(
-                padded[size + bytes..].iter().all(|&b| b == 0xa5),
-                "wrote behind"
-            );
+            let result = &padded[front..end];
+            let untouched = |part: &[u8]| part.iter().all(|&b| b == 0xa5);
+            assert!(untouched(&padded[..front]), "wrote before");
+            assert!(untouched(&padded[end..]), "wrote behind");
             let mut here = vec![0; bytes];
             input.read(shift, &mut here)?;
             assert_eq!(here, data, "the input changed");
@@ -397,6 +406,7 @@ fn together_in_one_cooperative_grid() {
                     .repeat(bytes as usize / 4);
                 buffer.write(0, &data)?;
                 let mut options = Options::new(DataType::U32, ReduceOp::Sum, bytes);
+                options.fused = false;
                 options.buffers = Buffers::Registered {
                     input: buffer.registered(),
                     output: buffer.registered(),

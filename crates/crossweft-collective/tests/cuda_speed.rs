@@ -3,11 +3,12 @@
 //! `CUDA_DEVICE_MAX_CONNECTIONS=32`, `--nocapture` and an optimised build.
 #![allow(clippy::unwrap_used, unsafe_code, reason = "tests")]
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Algorithm, AllReduce, AllReduceOptions, CollectiveError, CommunicatorOptions, DataType,
-    ReduceOp, Schedule, run_in_threads_on,
+    Algorithm, AllReduceOptions, CollectiveError, CommunicatorOptions, DataType, ReduceOp,
+    run_in_threads_on,
 };
 use crossweft_device::Raw;
 use crossweft_device::executor::Counters;
@@ -23,7 +24,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 const CALLS: u32 = 100;
 const REPLAYS: usize = 11;
 
-fn context() -> Option<std::sync::Arc<Context>> {
+fn context() -> Option<Arc<Context>> {
     match Driver::open().and_then(|driver| driver.device(0)) {
         Ok(device) => Some(Context::retain(&device).unwrap()),
         Err(error) => {
@@ -33,7 +34,7 @@ fn context() -> Option<std::sync::Arc<Context>> {
     }
 }
 
-fn kernel(context: &std::sync::Arc<Context>, entry: &str) -> Kernel {
+fn kernel(context: &Arc<Context>, entry: &str) -> Kernel {
     if let Ok(path) = std::env::var("CROSSWEFT_BENCH_CUBIN") {
         let cubin = std::fs::read(path).unwrap();
         // SAFETY: whoever names it vouches for it.
@@ -87,7 +88,7 @@ fn in_graph(
 }
 
 /// What a trigger takes from a kernel to a handler on the host and, handled, back to the kernel.
-fn fifo(context: &std::sync::Arc<Context>, stream: &Stream) {
+fn fifo(context: &Arc<Context>, stream: &Stream) {
     let capacity = 16;
     let pinned = PinnedMemory::allocate(context, u64::from(capacity) * TRIGGER_BYTES + 64).unwrap();
     let memory = Device::Cuda(context.clone()).allocate(4096).unwrap();
@@ -148,14 +149,14 @@ fn fifo(context: &std::sync::Arc<Context>, stream: &Stream) {
     );
 }
 
-/// Calls of `all_reduce` in a graph: median and least time in microseconds.
+/// Calls of a plan in a graph: median and least time in microseconds.
 fn recorded(
-    all_reduce: &AllReduce,
+    plan: &Arc<Prepared>,
     bytes: u64,
     line_up: impl Fn(),
 ) -> Result<(f64, f64), CollectiveError> {
-    all_reduce.run_symmetric(0, 0, bytes)?;
-    let recorded = all_reduce.record_symmetric(0, 0, bytes, CALLS)?;
+    plan.run_registered(0, 0, bytes, LIMIT)?;
+    let recorded = plan.record_registered((0, 0), bytes, CALLS, LIMIT)?;
     let mut times = Vec::new();
     for replay in 0..=REPLAYS {
         line_up();
@@ -169,7 +170,7 @@ fn recorded(
 }
 
 /// The module that nvcc made of benches/gpu/rivals.cu, if somebody has compiled it.
-fn rivals(context: &std::sync::Arc<Context>) -> Option<std::sync::Arc<Module>> {
+fn rivals(context: &Arc<Context>) -> Option<Arc<Module>> {
     let path = std::env::var("CROSSWEFT_RIVALS_PTX").ok()?;
     let ptx = std::fs::read_to_string(path).unwrap();
     let options = CompileOptions {
@@ -186,8 +187,8 @@ type Row = [(f64, f64); 3];
 fn a_one_shot_beside_the_executor_and_nvcc() {
     let Some(context) = context() else { return };
     let rivals = rivals(&context);
-    for bytes in [1 << 10, 16 << 10, 64 << 10] {
-        for blocks in [1, 4, 16] {
+    for bytes in [1 << 10, 16 << 10, 64 << 10, 256 << 10] {
+        for blocks in [1, 4, 16, 64] {
             let rows: Vec<Row> = run_in_threads_on(
                 |_| Ok(Device::Cuda(context.clone())),
                 2,
@@ -199,14 +200,20 @@ fn a_one_shot_beside_the_executor_and_nvcc() {
                     let buffer = communicator.allocate(bytes)?;
                     let output = communicator.allocate(bytes)?;
 
-                    let options = AllReduceOptions::new(DataType::Bf16, ReduceOp::Sum, bytes)
-                        .symmetric(&buffer, &output)
-                        .algorithm(Algorithm::OneShot)
-                        .blocks(blocks, Schedule::default());
-                    let all_reduce = communicator.all_reduce(options)?;
-                    let call = recorded(&all_reduce, bytes, line_up)?;
-                    // What is no multiple of 16 bytes takes the executor.
-                    let executor = recorded(&all_reduce, bytes - 2, line_up)?;
+                    let plan = Algorithm::OneShot.plan(2, blocks)?;
+                    let by = |fused| {
+                        let mut options = Options::new(DataType::Bf16, ReduceOp::Sum, bytes);
+                        options.fused = fused;
+                        options.buffers = Buffers::Registered {
+                            input: buffer.registered(),
+                            output: output.registered(),
+                        };
+                        let deadline = Instant::now() + LIMIT;
+                        let endpoint = communicator.endpoint();
+                        let plan = Prepared::prepare(endpoint, &plan, options, deadline)?;
+                        recorded(&plan, bytes, line_up)
+                    };
+                    let (call, executor) = (by(true)?, by(false)?);
                     let Some(rivals) = &rivals else {
                         return Ok([call, executor, (f64::NAN, f64::NAN)]);
                     };

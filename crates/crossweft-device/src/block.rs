@@ -46,6 +46,12 @@ pub trait Block {
         x
     }
 
+    /// Whether `x` holds on any thread of this one's warp: 32 threads side by side, all of which call it. A thread
+    /// without others answers for itself.
+    fn warp_any(&self, x: bool) -> bool {
+        x
+    }
+
     /// Called between operations, so that a scheduler can interleave blocks at will.
     fn checkpoint(&self) {}
 }

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use common::{Guarded, HostBlock, Random, difference, reference};
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
 use crossweft_device::executor::{Counters, STOPPED_EPOCH};
-use crossweft_device::gpu::fused::{Tables, one_shot, two_shot};
+use crossweft_device::gpu::fused::{Tables, one_shot, one_shot_lines, two_shot};
+use crossweft_device::gpu::lines::{PAIR, PAIR_PAYLOAD};
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::gpu::{
     GpuContext, GpuReducer, MAX_FUSED, OneShot, TABLE_BYTES, TwoShot, copy, packets,
@@ -31,6 +32,7 @@ const FLAG: u32 = 11;
 struct Team {
     barrier: Barrier,
     worst: AtomicU32,
+    votes: AtomicU32,
     threads: u32,
     patience: u32,
 }
@@ -40,6 +42,7 @@ impl Team {
         Self {
             barrier: Barrier::new(threads as usize),
             worst: AtomicU32::new(0),
+            votes: AtomicU32::new(0),
             threads,
             patience,
         }
@@ -102,6 +105,20 @@ impl Block for Member<'_> {
 
     fn refuse(&self, _waiting: &Waiting) -> Stopped {
         Stopped::Mismatch
+    }
+
+    /// The team is one warp.
+    fn warp_any(&self, x: bool) -> bool {
+        assert!(self.team.threads <= 32);
+        self.team.votes.fetch_add(x.into(), Ordering::SeqCst);
+        self.team.barrier.wait();
+        let any = self.team.votes.load(Ordering::SeqCst) != 0;
+        // Nobody votes again before all have read, nor reads again before the next votes are in.
+        if self.team.barrier.wait().is_leader() {
+            self.team.votes.store(0, Ordering::SeqCst);
+        }
+        self.team.barrier.wait();
+        any
     }
 
     fn wake(&self, _peer: u32) {}
@@ -564,7 +581,7 @@ struct FusedRanks {
 }
 
 const FUSED_RANKS: u32 = 3;
-const FUSED_MOST: u64 = 64 * 16;
+const FUSED_MOST: u64 = 64 * 128;
 const FUSED_HALF: u64 = FUSED_RANKS as u64 * FUSED_MOST * 2;
 
 impl FusedRanks {
@@ -614,12 +631,31 @@ impl FusedRanks {
     }
 
     fn launch(&mut self, rank: u32, op: ReduceOp, bytes: u64, blocks: u64) -> OneShot {
+        self.launch_in(
+            bytes.next_multiple_of(16) * 2,
+            16,
+            (rank, op, bytes, blocks),
+        )
+    }
+
+    /// With slots and shares for lines.
+    fn launch_lines(&mut self, rank: u32, op: ReduceOp, bytes: u64, blocks: u64) -> OneShot {
+        let slot = bytes.div_ceil(PAIR_PAYLOAD) * PAIR;
+        self.launch_in(slot, PAIR_PAYLOAD, (rank, op, bytes, blocks))
+    }
+
+    fn launch_in(
+        &mut self,
+        slot_bytes: u64,
+        granule: u64,
+        (rank, op, bytes, blocks): (u32, ReduceOp, u64, u64),
+    ) -> OneShot {
         let r = rank as usize;
         let mut launch = OneShot {
             input: self.inputs[r].addr(),
             output: self.outputs[r].addr(),
             bytes,
-            step: bytes.div_ceil(16).div_ceil(blocks) * 16,
+            step: bytes.div_ceil(granule).div_ceil(blocks) * granule,
             counters: Counters {
                 epoch: self.counters[r].addr(),
                 packets: self.packets[r].addr(),
@@ -639,7 +675,7 @@ impl FusedRanks {
         };
         // Slot `sender` of the receiver.
         let mut slot = |at: u32, sender: u32| {
-            self.packets[at as usize].addr() + u64::from(sender) * bytes.next_multiple_of(16) * 2
+            self.packets[at as usize].addr() + u64::from(sender) * slot_bytes
         };
         for k in 1..FUSED_RANKS {
             let peer = (rank + k) % FUSED_RANKS;
@@ -656,8 +692,10 @@ impl FusedRanks {
 }
 
 /// Launches of all ranks, blocks and threads at once, across an epoch that ends with clearing.
-fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
+fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp, lines: bool) {
     let blocks = 2;
+    // Lines need half a warp.
+    let threads = if lines { 16 } else { 3 };
     let first = (1 << 18) - 1;
     let mut ranks = FusedRanks::new(first);
     let size = dtype.size() as u64;
@@ -665,19 +703,29 @@ fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
         let bytes = elements * size;
         let data = ranks.fill(epoch * 31 + elements, bytes);
         let launches: Vec<_> = (0..FUSED_RANKS)
-            .map(|rank| ranks.launch(rank, op, bytes, blocks))
+            .map(|rank| match lines {
+                true => ranks.launch_lines(rank, op, bytes, blocks),
+                false => ranks.launch(rank, op, bytes, blocks),
+            })
             .collect();
         std::thread::scope(|scope| {
             for launch in &launches {
                 for index in 0..blocks as u32 {
                     scope.spawn(move || {
-                        let outcomes = Team::new(3, 1 << 20).run(|member| {
+                        let outcomes = Team::new(threads, 1 << 20).run(|member| {
+                            let (at, tables) = ((index, epoch), own(launch));
                             // SAFETY: the launch is laid out for these buffers.
                             unsafe {
-                                one_shot::run::<_, E>(member, launch, &own(launch), (index, epoch))
+                                match lines {
+                                    true => {
+                                        one_shot_lines::run::<_, E>(member, launch, &tables, at)
+                                    }
+                                    false => one_shot::run::<_, E>(member, launch, &tables, at),
+                                }
                             }
                         });
-                        assert_eq!(outcomes, [Ok(()); 3], "epoch {epoch}");
+                        let all_well = outcomes.iter().all(Result::is_ok);
+                        assert!(all_well, "epoch {epoch}: {outcomes:?}");
                     });
                 }
             }
@@ -704,13 +752,72 @@ fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp) {
 #[test]
 fn one_shots_in_one_piece_are_the_references() {
     for op in ReduceOp::ALL {
-        fused_reduces::<f32>(DataType::F32, op);
-        fused_reduces::<Bf16>(DataType::Bf16, op);
-        fused_reduces::<F16>(DataType::F16, op);
-        fused_reduces::<F8E4M3>(DataType::F8E4M3, op);
-        fused_reduces::<i8>(DataType::I8, op);
-        fused_reduces::<u64>(DataType::U64, op);
+        fused_reduces::<f32>(DataType::F32, op, false);
+        fused_reduces::<Bf16>(DataType::Bf16, op, false);
+        fused_reduces::<F16>(DataType::F16, op, false);
+        fused_reduces::<F8E4M3>(DataType::F8E4M3, op, false);
+        fused_reduces::<i8>(DataType::I8, op, false);
+        fused_reduces::<u64>(DataType::U64, op, false);
     }
+}
+
+#[test]
+fn one_shots_in_lines_are_the_references() {
+    for op in ReduceOp::ALL {
+        fused_reduces::<Bf16>(DataType::Bf16, op, true);
+        fused_reduces::<i8>(DataType::I8, op, true);
+    }
+    fused_reduces::<f32>(DataType::F32, ReduceOp::Avg, true);
+    fused_reduces::<u64>(DataType::U64, ReduceOp::Sum, true);
+}
+
+/// The buffers are where no whole piece is, one of them; the peers send nothing the second time.
+#[test]
+fn lines_reduce_unaligned_buffers_and_end_their_wait() {
+    let mut ranks = FusedRanks::new(5);
+    let bytes = 1003;
+    let data = ranks.fill(7, bytes + 3);
+    let launches: Vec<_> = (0..FUSED_RANKS)
+        .map(|rank| {
+            let mut launch = ranks.launch_lines(rank, ReduceOp::Sum, bytes, 1);
+            launch.input += u64::from(rank);
+            launch.output += 2;
+            launch
+        })
+        .collect();
+    std::thread::scope(|scope| {
+        for launch in &launches {
+            scope.spawn(move || {
+                let outcomes = Team::new(8, 1 << 20).run(|member| {
+                    let tables = own(launch);
+                    // SAFETY: the launch is laid out for these buffers.
+                    unsafe { one_shot_lines::run::<_, u8>(member, launch, &tables, (0, 5)) }
+                });
+                assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+            });
+        }
+    });
+    let shifted: Vec<_> = (0..)
+        .zip(&data)
+        .map(|(rank, data): (usize, _)| data[rank..rank + bytes as usize].to_vec())
+        .collect();
+    let expected = reference(DataType::U8, ReduceOp::Sum, FUSED_RANKS, &shifted);
+    for rank in 0..FUSED_RANKS as usize {
+        let got = ranks.result(rank, false, bytes + 2);
+        assert_eq!(
+            difference(DataType::U8, &got[2..], &expected),
+            None,
+            "rank {rank}"
+        );
+        assert!(ranks.outputs[rank].intact() && ranks.packets[rank].intact());
+    }
+    let outcomes = Team::new(8, 5).run(|member| {
+        let tables = own(&launches[0]);
+        // SAFETY: as above.
+        unsafe { one_shot_lines::run::<_, u8>(member, &launches[0], &tables, (0, 6)) }
+    });
+    assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
+    assert_eq!(ranks.counters[0].word(0), 6);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossweft_channel::KernelGuard;
-use crossweft_device::extent::{GRANULE, chunk_bytes};
+use crossweft_device::extent::chunk_bytes;
 use crossweft_device::program::{Launch, Program};
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::Interrupted;
@@ -105,6 +105,12 @@ impl CudaLauncher {
         })
     }
 
+    /// Whether it sends lines, which the executor does not.
+    fn sends_lines(&self) -> bool {
+        let fused = self.fused.as_ref();
+        fused.is_some_and(|(fused, ..)| fused.sends_lines())
+    }
+
     /// Threads of a block.
     pub(crate) fn threads(&self) -> u32 {
         self.threads
@@ -144,9 +150,8 @@ impl CudaLauncher {
         if let Some((fused, kernel, most)) = &self.fused {
             let context = self.guard.context(limit);
             if let Some(parameter) = fused.launch(program, launch, context, self.op) {
-                // A thread has a granule; those without one would only be waited for.
-                let granules = parameter.step().div_ceil(GRANULE);
-                let threads = granules.next_multiple_of(32).clamp(32, (*most).into()) as u32;
+                let threads = fused.threads(&parameter);
+                let threads = threads.next_multiple_of(32).clamp(32, (*most).into()) as u32;
                 let shape = Shape::linear(program.block_count, threads);
                 let parameter = match &parameter {
                     Parameter::OneShot(parameter) => Argument::from(parameter),
@@ -377,6 +382,12 @@ impl Together {
         let (mut blocks, mut threads) = (0, MAX_THREADS);
         for plan in &self.plans {
             plan.check_whole()?;
+            let sends_lines = plan.with_launcher(|launcher| Ok(launcher.sends_lines()));
+            if sends_lines.map_err(|error| plan.device(error))? {
+                return Err(
+                    plan.usage("one grid runs the executor: prepare without `fused`".into())
+                );
+            }
             let buffers = plan.registered_buffers(input_offset, output_offset, bytes)?;
             let parameter = plan.with_launcher(|launcher| {
                 threads = threads.min(launcher.threads);

@@ -1,10 +1,12 @@
 //! Plans that a GPU runs in one piece, by a kernel with little else in it. The same packets, signals and
-//! places as the executor's, so each rank, and each launch, may take either.
+//! places as the executor's, so each rank, and each launch, may take either; but not with lines instead of
+//! packets, which all take or none.
 
 use crossweft_channel::ChannelError;
 use crossweft_device::ReduceOp;
 use crossweft_device::executor::Counters;
 use crossweft_device::extent::{Extent, GRANULE, chunk_bytes};
+use crossweft_device::gpu::lines::{LANES, PAIR as LINES, PAIR_PAYLOAD as LINES_PAYLOAD};
 use crossweft_device::packet::{PAYLOAD, WORD};
 use crossweft_device::program::{Launch, Program, Space};
 use crossweft_device::semaphore::Semaphore;
@@ -28,7 +30,24 @@ pub(crate) struct Fused {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     OneShot,
+    /// With lines.
+    OneShotLines,
     TwoShot,
+}
+
+/// The largest message that a plan must be for, in bytes, to take lines: below, packets are faster. (Memory that is laid out
+/// for packets is large enough for lines from 4 KiB on.)
+const LINES_FROM: u64 = 192 << 10;
+
+/// Whether all ranks of a plan for messages of up to `max_bytes` take lines instead of packets where the machine keeps
+/// them.
+pub(crate) fn has_lines(plan: &Plan, max_bytes: u64) -> bool {
+    // Slots of one chunk, behind nothing else, are aligned and large enough.
+    let packets_alone = plan.chunks == 1 && plan.scratch_bytes(max_bytes) == Some((0, 0));
+    let ranks = 0..plan.ranks.len() as u32;
+    max_bytes >= LINES_FROM
+        && packets_alone
+        && ranks.into_iter().all(|rank| one_shot(plan, rank).is_some())
 }
 
 /// The form in which a GPU runs `rank`'s part of `plan` in one piece, by a kernel of its own instead of the
@@ -36,7 +55,7 @@ enum Form {
 #[must_use]
 pub fn fused_form(plan: &Plan, rank: u32) -> Option<&'static str> {
     form(plan, rank).map(|(form, _)| match form {
-        Form::OneShot => "one-shot",
+        Form::OneShot | Form::OneShotLines => "one-shot",
         Form::TwoShot => "two-shot",
     })
 }
@@ -75,7 +94,7 @@ pub(crate) enum Parameter {
 
 impl Parameter {
     /// Bytes of a thread block's share.
-    pub(crate) fn step(&self) -> u64 {
+    fn step(&self) -> u64 {
         match self {
             Self::OneShot(launch) => launch.step,
             Self::TwoShot(launch) => launch.step,
@@ -84,14 +103,19 @@ impl Parameter {
 }
 
 impl Fused {
-    /// `rank`'s part of `plan`, if it has such a form.
+    /// `rank`'s part of `plan`, if it has such a form; with `lines`, if it [has](has_lines) them.
     pub(crate) fn of(
         plan: &Plan,
         rank: u32,
         memories: &Memories<'_>,
+        lines: bool,
     ) -> Result<Option<Self>, ChannelError> {
         let Some((form, (to, from))) = form(plan, rank) else {
             return Ok(None);
+        };
+        let form = match lines {
+            true => Form::OneShotLines,
+            false => form,
         };
         let place = |operand: &Operand| -> Result<Place, ChannelError> {
             let space = operand.buffer.into();
@@ -119,7 +143,16 @@ impl Fused {
     pub(crate) fn entry(&self, entries: &Entries) -> &'static str {
         match self.form {
             Form::OneShot => entries.one_shot,
+            Form::OneShotLines => entries.one_shot_lines,
             Form::TwoShot => entries.two_shot,
+        }
+    }
+
+    /// Threads of a block that have something to do: those without would only be waited for.
+    pub(crate) fn threads(&self, parameter: &Parameter) -> u64 {
+        match self.form {
+            Form::OneShotLines => parameter.step() / LINES_PAYLOAD * u64::from(LANES),
+            _ => parameter.step().div_ceil(GRANULE),
         }
     }
 
@@ -127,12 +160,20 @@ impl Fused {
     fn part(&self, program: &Program, bytes: u64) -> Extent {
         let chunk = chunk_bytes(bytes, program.chunks);
         match self.form {
-            Form::OneShot => Extent::of_chunks(bytes, chunk, 0, program.chunks),
+            Form::OneShot | Form::OneShotLines => {
+                Extent::of_chunks(bytes, chunk, 0, program.chunks)
+            }
             Form::TwoShot => Extent::of_chunks(bytes, chunk, program.rank, 1),
         }
     }
 
-    /// The kernel's parameter; `None` if this launch is not for it, whose buffers must be aligned.
+    /// Whether it sends lines, so that the executor cannot stand in for it.
+    pub(crate) fn sends_lines(&self) -> bool {
+        self.form == Form::OneShotLines
+    }
+
+    /// The kernel's parameter; `None` if this launch is not for it, whose buffers must be aligned. With lines, any
+    /// launch is.
     pub(crate) fn launch(
         &self,
         program: &Program,
@@ -142,12 +183,17 @@ impl Fused {
     ) -> Option<Parameter> {
         let bytes = launch.bytes;
         let chunk = chunk_bytes(bytes, program.chunks);
+        let lines = self.sends_lines();
+        let slot = match lines {
+            true => bytes.div_ceil(LINES_PAYLOAD) * LINES,
+            false => chunk * (WORD / PAYLOAD),
+        };
         let at = |place: &Place| match (place.space, place.rank == program.rank) {
             (Space::Input, true) => launch.input,
             (Space::Input, false) => place.base + launch.input_offset,
             (Space::Output, true) => launch.output,
             (Space::Output, false) => place.base + launch.output_offset,
-            _ => place.base + chunk * u64::from(place.index) * (WORD / PAYLOAD),
+            _ => place.base + slot * u64::from(place.index),
         };
         let all = |places: &[Place]| {
             let mut table = [0; MAX_FUSED];
@@ -158,7 +204,7 @@ impl Fused {
         };
         let (target, mut source) = (all(&self.targets), all(&self.sources));
         let aligned = |address: &u64| address.is_multiple_of(GRANULE);
-        if !target.iter().chain(&source).all(aligned) {
+        if !lines && !target.iter().chain(&source).all(aligned) {
             return None;
         }
         let counters = Counters {
@@ -174,9 +220,15 @@ impl Fused {
         };
         let (targets, sources) = (self.targets.len() as u32, self.sources.len() as u32);
         let (rank, part) = (program.rank, self.part(program, bytes));
-        let step = part.slice(0, program.block_count).len();
+        let step = match lines {
+            true => {
+                let pairs = part.len().div_ceil(LINES_PAYLOAD);
+                pairs.div_ceil(program.block_count.into()) * LINES_PAYLOAD
+            }
+            false => part.slice(0, program.block_count).len(),
+        };
         Some(match self.form {
-            Form::OneShot => {
+            Form::OneShot | Form::OneShotLines => {
                 let mut peer = [rank; MAX_FUSED];
                 for (k, place) in self.sources.iter().enumerate() {
                     peer[k] = place.peer;
@@ -184,7 +236,7 @@ impl Fused {
                         source[k] = 0;
                     }
                 }
-                if !aligned(&launch.output) {
+                if !lines && !aligned(&launch.output) {
                     return None;
                 }
                 Parameter::OneShot(OneShot {

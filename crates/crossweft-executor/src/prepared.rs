@@ -16,7 +16,7 @@ use crossweft_plan::{Buffer, Collective, InPlace, Plan};
 
 use crate::ExecutorError;
 use crate::cuda::{CudaLauncher, Unfit};
-use crate::fused::Fused;
+use crate::fused::{Fused, has_lines};
 use crate::launch::RawBuffers;
 use crate::tables::{Channels, Memories, Tables};
 use crate::turn::Turn;
@@ -51,6 +51,9 @@ pub struct Options {
     pub schedule: Schedule,
     /// Threads of a block on a GPU, at most; `None` for as many as kernels allow for.
     pub threads: Option<u32>,
+    /// Whether a GPU may run a plan of a form that it has an own kernel for with that, as usual, or is to
+    /// use the executor for it too, for tests and measurements.
+    pub fused: bool,
     /// The first epoch, at least 1. Anything but 1 is for tests of what happens near a wrap.
     pub first_epoch: u64,
 }
@@ -67,6 +70,7 @@ impl Options {
             buffers,
             schedule,
             threads: None,
+            fused: true,
             first_epoch: 1,
         }
     }
@@ -102,7 +106,11 @@ fn machine(
                 plan: plan.name.clone(),
                 source,
             };
-            let fused = Fused::of(plan, rank, memories).map_err(channel)?;
+            let lines = endpoint.keeps_lines() && has_lines(plan, options.max_bytes);
+            let fused = match options.fused {
+                true => Fused::of(plan, rank, memories, lines).map_err(channel)?,
+                false => None,
+            };
             CudaLauncher::new(
                 context,
                 (dtype, op),
@@ -657,8 +665,10 @@ fn statement(plan: &Plan, options: &Options) -> String {
         max_bytes,
         buffers,
         first_epoch,
+        fused,
         ..
     } = options;
+    let by = if *fused { "" } else { " by the executor" };
     let buffers = match buffers {
         Buffers::Private => "private buffers",
         Buffers::Registered { input, output } if Arc::ptr_eq(input, output) => {
@@ -668,7 +678,7 @@ fn statement(plan: &Plan, options: &Options) -> String {
     };
     format!(
         "plan `{}` ({:016x}) for {dtype} {op}, up to {max_bytes} bytes in {buffers}, from epoch \
-         {first_epoch}",
+         {first_epoch}{by}",
         plan.name,
         hasher.finish()
     )

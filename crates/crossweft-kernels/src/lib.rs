@@ -48,7 +48,7 @@ pub struct Module {
 }
 
 macro_rules! modules {
-    ($($dtype:ident, $name:literal, $entry:literal, $one_shot:literal, $two_shot:literal;)*) => {
+    ($($dtype:ident, $name:literal;)*) => {
         /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one for
         /// tests and measurements.
         pub const MODULES: &[Module] = &[
@@ -56,7 +56,12 @@ macro_rules! modules {
                 name: $name,
                 sm: 80,
                 ptx: include_str!(concat!("../../../kernels/ptx/", $name, ".sm_80.ptx")),
-                entries: &[$entry, $one_shot, $two_shot],
+                entries: &[
+                    concat!("crossweft_plan_", $name),
+                    concat!("crossweft_one_shot_", $name),
+                    concat!("crossweft_one_shot_lines_", $name),
+                    concat!("crossweft_two_shot_", $name),
+                ],
             },)*
             Module {
                 name: BENCH,
@@ -72,9 +77,10 @@ macro_rules! modules {
                 $(DataType::$dtype => Some((
                     $name,
                     Entries {
-                        plan: $entry,
-                        one_shot: $one_shot,
-                        two_shot: $two_shot,
+                        plan: concat!("crossweft_plan_", $name),
+                        one_shot: concat!("crossweft_one_shot_", $name),
+                        one_shot_lines: concat!("crossweft_one_shot_lines_", $name),
+                        two_shot: concat!("crossweft_two_shot_", $name),
                     },
                 )),)*
                 // Data types to come.
@@ -85,20 +91,20 @@ macro_rules! modules {
 }
 
 modules! {
-    I8, "i8", "crossweft_plan_i8", "crossweft_one_shot_i8", "crossweft_two_shot_i8";
-    U8, "u8", "crossweft_plan_u8", "crossweft_one_shot_u8", "crossweft_two_shot_u8";
-    I16, "i16", "crossweft_plan_i16", "crossweft_one_shot_i16", "crossweft_two_shot_i16";
-    U16, "u16", "crossweft_plan_u16", "crossweft_one_shot_u16", "crossweft_two_shot_u16";
-    I32, "i32", "crossweft_plan_i32", "crossweft_one_shot_i32", "crossweft_two_shot_i32";
-    U32, "u32", "crossweft_plan_u32", "crossweft_one_shot_u32", "crossweft_two_shot_u32";
-    I64, "i64", "crossweft_plan_i64", "crossweft_one_shot_i64", "crossweft_two_shot_i64";
-    U64, "u64", "crossweft_plan_u64", "crossweft_one_shot_u64", "crossweft_two_shot_u64";
-    F16, "f16", "crossweft_plan_f16", "crossweft_one_shot_f16", "crossweft_two_shot_f16";
-    Bf16, "bf16", "crossweft_plan_bf16", "crossweft_one_shot_bf16", "crossweft_two_shot_bf16";
-    F32, "f32", "crossweft_plan_f32", "crossweft_one_shot_f32", "crossweft_two_shot_f32";
-    F64, "f64", "crossweft_plan_f64", "crossweft_one_shot_f64", "crossweft_two_shot_f64";
-    F8E4M3, "f8e4m3", "crossweft_plan_f8e4m3", "crossweft_one_shot_f8e4m3", "crossweft_two_shot_f8e4m3";
-    F8E5M2, "f8e5m2", "crossweft_plan_f8e5m2", "crossweft_one_shot_f8e5m2", "crossweft_two_shot_f8e5m2";
+    I8, "i8";
+    U8, "u8";
+    I16, "i16";
+    U16, "u16";
+    I32, "i32";
+    U32, "u32";
+    I64, "i64";
+    U64, "u64";
+    F16, "f16";
+    Bf16, "bf16";
+    F32, "f32";
+    F64, "f64";
+    F8E4M3, "f8e4m3";
+    F8E5M2, "f8e5m2";
 }
 
 /// Name of the module for tests and measurements.
@@ -119,6 +125,9 @@ pub struct Entries {
     /// Runs a one-shot plan in one piece: takes a [`OneShot`] by value; the grid has one block for each of the
     /// plan's.
     pub one_shot: &'static str,
+    /// The same with lines instead of packets: on all ranks or none, where the machine keeps them whole
+    /// ([`crossweft_device::gpu::lines`]). Blocks have whole warps, and shares are multiples of its `PAIR_PAYLOAD`.
+    pub one_shot_lines: &'static str,
     /// Runs a two-shot plan in one piece: takes a [`TwoShot`] by value; the grid has one block for each of the
     /// plan's, with a thread for each other rank at least.
     pub two_shot: &'static str,
@@ -195,13 +204,10 @@ mod tests {
     fn every_data_type_has_its_module() {
         for dtype in DataType::ALL {
             let module = plan_module(dtype, 90).expect("a module");
-            let Entries {
-                plan,
-                one_shot,
-                two_shot,
-            } = entries(dtype).expect("entries");
+            let of = entries(dtype).expect("entries");
+            let all = [of.plan, of.one_shot, of.one_shot_lines, of.two_shot];
             assert_eq!(module.name, dtype.name());
-            assert_eq!(module.entries, [plan, one_shot, two_shot]);
+            assert_eq!(module.entries, all);
             assert!(
                 module
                     .ptx
@@ -220,6 +226,7 @@ mod tests {
         for (entry, bytes) in [
             (entries.plan, size_of::<PlanLaunch>()),
             (entries.one_shot, size_of::<OneShot>()),
+            (entries.one_shot_lines, size_of::<OneShot>()),
             (entries.two_shot, size_of::<TwoShot>()),
         ] {
             let parameter = format!("{entry}_param_0[{bytes}]");

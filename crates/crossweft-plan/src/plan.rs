@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::collective::{Collective, Content, InputBlock};
 
+/// Of the largest line that a device writes as a whole.
+const CACHE_LINE: u64 = 128;
+
 /// Whether a plan works on one buffer or two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -474,11 +477,12 @@ impl Plan {
         Some((half, half.checked_mul(2)?))
     }
 
-    /// Bytes of packet memory that messages of up to `bytes` bytes need: `(one half, all)`.
+    /// Bytes of packet memory that messages of up to `bytes` bytes need: `(one half, all)`, whole cache lines.
     #[must_use]
     pub fn packet_bytes(&self, bytes: u64) -> Option<(u64, u64)> {
         let payload = chunk_bytes(bytes, self.chunks).checked_mul(self.packet_slots.into())?;
         let half = payload.checked_mul(WORD / PAYLOAD)?;
+        let half = half.checked_next_multiple_of(CACHE_LINE)?;
         Some((half, half.checked_mul(2)?))
     }
 

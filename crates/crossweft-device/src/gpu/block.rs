@@ -2,7 +2,7 @@
 
 use core::marker::PhantomData;
 
-use super::nvptx::{barrier_max, block_x, claim, opaque, thread, threads, time_ns};
+use super::nvptx::{barrier_max, block_x, claim, opaque, thread, threads, time_ns, vote_any};
 use super::{GpuContext, StatusRecord};
 use crate::block::Block;
 use crate::memory::{Memory, Raw};
@@ -226,6 +226,11 @@ impl<S: Shared> Block for GpuBlock<S> {
 
     #[inline(always)]
     fn wake(&self, _peer: u32) {}
+
+    #[inline(always)]
+    fn warp_any(&self, x: bool) -> bool {
+        vote_any(x.into()) != 0
+    }
 
     #[inline(always)]
     fn opaque(&self, x: bool) -> bool {

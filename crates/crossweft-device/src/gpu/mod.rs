@@ -2,12 +2,13 @@
 //!
 //! Protocols are the same code as everywhere ([`crate::executor`], [`crate::semaphore`], ...). What
 //! differs is here: how the threads of a block share a copy, packets and a reduction ([`copy`],
-//! [`packets`], [`reduce`], [`fused`]), how memory is reached, and how a wait spins and ends. All of it but
+//! [`packets`], [`lines`], [`reduce`], [`fused`]), how memory is reached, and how a wait spins and ends. All of it but
 //! the last leaves, which are inline PTX, compiles for the host too and is tested there.
 
 pub mod copy;
 pub mod fused;
 mod launch;
+pub mod lines;
 pub mod packets;
 pub mod reduce;
 pub mod wide;

@@ -153,6 +153,29 @@ impl Memory for Raw {
     }
 }
 
+/// 1 on all threads of a warp if `mine` is not 0 on any, else 0.
+#[inline(always)]
+#[must_use]
+pub fn vote_any(mine: u32) -> u32 {
+    let all;
+    // SAFETY: blocks have whole warps, and all threads of one come here together. Clobbers memory: what
+    // the warp's threads wrote before is behind them all.
+    unsafe {
+        asm!(
+            "{{",
+            ".reg .pred %mine, %any;",
+            "setp.ne.u32 %mine, {mine}, 0;",
+            "vote.sync.any.pred %any, %mine, 0xffffffff;",
+            "selp.u32 {all}, 1, 0, %any;",
+            "}}",
+            mine = in(reg32) mine,
+            all = out(reg32) all,
+            options(nostack),
+        );
+    }
+    all
+}
+
 /// Writes `mine` to a word that the threads of a block share, if it is 0; returns what it was.
 ///
 /// # Safety

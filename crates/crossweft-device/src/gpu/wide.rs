@@ -19,6 +19,19 @@ pub struct Piece {
 pub const PIECE: u64 = 16;
 
 impl Piece {
+    /// Of sixteen bytes, the first in the lowest bits.
+    #[inline(always)]
+    #[must_use]
+    #[allow(clippy::cast_possible_truncation, reason = "taken apart into words")]
+    pub(in crate::gpu) const fn of(bytes: u128) -> Self {
+        Self {
+            a: bytes as u32,
+            b: (bytes >> 32) as u32,
+            c: (bytes >> 64) as u32,
+            d: (bytes >> 96) as u32,
+        }
+    }
+
     /// The same, as far as the compiler can tell a new value each time: what is computed from it in
     /// a rarely taken branch of a loop stays there, rather than in registers around the loop.
     #[inline(always)]

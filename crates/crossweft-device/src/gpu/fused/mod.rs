@@ -10,13 +10,15 @@
 )]
 
 pub mod one_shot;
+pub mod one_shot_lines;
 pub mod two_shot;
 
 use core::hint::cold_path;
 
 use super::packets::word;
 use crate::block::Block;
-use crate::executor::STOPPED_EPOCH;
+use crate::executor::{Counters, STOPPED_EPOCH, advance, arrive, leave};
+use crate::packet::is_scrub_epoch;
 use crate::wait::Stopped;
 
 use super::wide::{PIECE, Piece, load1, load16, store1, store16};
@@ -40,6 +42,50 @@ fn begins(epoch: u64) -> Result<(), Stopped> {
     }
 }
 
+/// Counts a block whose threads have all read the epoch and met since; for [`depart`].
+///
+/// # Safety
+/// As for [`arrive`].
+#[inline(always)]
+unsafe fn counted<B: Block>(
+    block: &B,
+    counters: &Counters,
+    epoch: u64,
+    mine: Result<(), Stopped>,
+) -> bool {
+    // Where packets are cleared, blocks are counted when they have read theirs.
+    // SAFETY: the caller's promise.
+    mine.is_ok() && !is_scrub_epoch(epoch) && unsafe { arrive(block, counters) }
+}
+
+/// Ends block `index`'s part of a launch that has packets.
+///
+/// # Errors
+/// What this thread brings or, where packets are cleared, another.
+///
+/// # Safety
+/// As for [`advance`] and [`leave`].
+#[inline(always)]
+unsafe fn depart<B: Block>(
+    block: &B,
+    counters: &Counters,
+    (index, epoch): (u32, u64),
+    mine: Result<(), Stopped>,
+    is_last: bool,
+) -> Result<(), Stopped> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if is_scrub_epoch(epoch) {
+            cold_path();
+            block.sync(mine)?;
+            return leave(block, counters, epoch, index);
+        }
+        mine?;
+        advance(block, counters, epoch, is_last);
+    }
+    Ok(())
+}
+
 /// The first `left` bytes of a piece, or all of it; the rest is zero.
 ///
 /// # Safety
@@ -52,13 +98,7 @@ unsafe fn load<B: Block>(addr: u64, left: u64) -> Piece {
             return load16(addr);
         }
         cold_path();
-        let all = load_part::<B>(addr, left);
-        Piece {
-            a: all as u32,
-            b: (all >> 32) as u32,
-            c: (all >> 64) as u32,
-            d: (all >> 96) as u32,
-        }
+        Piece::of(load_part::<B>(addr, left))
     }
 }
 

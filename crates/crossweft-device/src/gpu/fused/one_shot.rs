@@ -8,16 +8,15 @@
 
 use core::hint::cold_path;
 
-use super::{Tables, begins, load, min, store};
+use super::{Tables, begins, counted, depart, load, min, store};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
-use crate::executor::{advance, arrive, leave};
 use crate::gpu::OneShot;
 use crate::gpu::packets::{flag_in, word};
 use crate::gpu::reduce::{Combine, GpuElement, Sum};
 use crate::gpu::wide::{PIECE, Piece};
 use crate::memory::Memory;
-use crate::packet::{PAYLOAD, WORD, flag_of, is_scrub_epoch};
+use crate::packet::{PAYLOAD, WORD, flag_of};
 use crate::wait::{Site, Stopped, WaitKind, wait_for};
 
 /// Runs thread block `index` of a launch that found `epoch`; `launch` without its tables, which are in `tables`.
@@ -41,16 +40,18 @@ pub unsafe fn run<B: Block, E: GpuElement>(
     unsafe {
         let at = (index, epoch);
         match launch.op {
-            ReduceOp::Sum | ReduceOp::Avg => run_with::<B, E, _>(block, launch, tables, at, Sum),
-            other => run_with::<B, E, _>(block, launch, tables, at, other),
+            ReduceOp::Sum => run_with::<B, E, _, false>(block, launch, tables, at, Sum),
+            other => run_with::<B, E, _, true>(block, launch, tables, at, other),
         }
     }
 }
 
+/// With `DIVIDES`, perhaps an average.
+///
 /// # Safety
 /// As for [`run`].
 #[inline(always)]
-unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
+unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
     block: &B,
     launch: &OneShot,
     tables: &impl Tables,
@@ -102,11 +103,7 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
         }
         // What waits need to know is there behind this barrier, which takes less time than the packets.
         mine = block.sync(mine);
-        let scrubs = is_scrub_epoch(epoch);
-        let mut is_last = false;
-        if mine.is_ok() && !scrubs {
-            is_last = arrive(block, counters);
-        }
+        let is_last = counted(block, counters, epoch, mine);
         at = first;
         while at < end && mine.is_ok() {
             let whole = end - at >= PIECE;
@@ -171,7 +168,7 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
                 k += 1;
             }
             if mine.is_ok() {
-                if divisor != 0 {
+                if DIVIDES && divisor != 0 {
                     cold_path();
                     lanes = E::map(lanes, |acc| E::div(acc, divisor));
                 }
@@ -179,14 +176,7 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine>(
             }
             at += stride;
         }
-        if scrubs {
-            cold_path();
-            block.sync(mine)?;
-            return leave(block, counters, epoch, index);
-        }
-        mine?;
-        advance(block, counters, epoch, is_last);
-        Ok(())
+        depart(block, counters, (index, epoch), mine, is_last)
     }
 }
 

@@ -52,7 +52,7 @@ pub unsafe fn run<B: Block, E: GpuElement>(
         let first = (launch.first_wait, taken + 1);
         block.sync(wait(block, launch, epoch, &semaphore, first))?;
         match launch.op {
-            ReduceOp::Sum | ReduceOp::Avg => {
+            ReduceOp::Sum => {
                 reduce::<B, E, _, true>(block, launch, tables, index, Sum);
             }
             other => reduce::<B, E, _, false>(block, launch, tables, index, other),
@@ -101,12 +101,12 @@ unsafe fn wait<B: Block>(
     }
 }
 
-/// With `WIDE`, more than a piece at a time.
+/// A `SUM`, as usual, takes more than a piece at a time, and divides nothing.
 ///
 /// # Safety
 /// As for [`run`].
 #[inline(always)]
-unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const WIDE: bool>(
+unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const SUM: bool>(
     block: &B,
     launch: &TwoShot,
     tables: &impl Tables,
@@ -127,7 +127,7 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const WIDE: bool>(
     let mut at = begin + u64::from(block.thread()) * PIECE;
     let stride = u64::from(block.threads()) * PIECE;
     let finish = |lanes| {
-        E::pack(if divisor == 0 {
+        E::pack(if SUM || divisor == 0 {
             lanes
         } else {
             E::map(lanes, |acc| E::div(acc, divisor))
@@ -137,7 +137,7 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const WIDE: bool>(
     // written to anybody.
     unsafe {
         // Links are long: two pieces of a source are on their way at once, and those of the next.
-        while WIDE && at + stride + PIECE <= end {
+        while SUM && at + stride + PIECE <= end {
             let two = |k: u32| {
                 let from = tables.source(k) + at;
                 (load16(from), load16(from + stride))
