@@ -6,7 +6,8 @@ use crossweft_device::extent::Extent;
 use crossweft_device::fifo::{Fifo, Trigger, TriggerKind};
 use crossweft_device::gpu::block::GpuBlock;
 use crossweft_device::gpu::nvptx::{block_x, block_y, blocks_x, thread, threads, time_ns};
-use crossweft_device::gpu::reduce::Sum;
+use crossweft_device::gpu::reduce::{Sum, reduce_pair};
+use crossweft_device::gpu::wide::PIECE;
 use crossweft_device::gpu::{GpuContext, GpuReducer, OneShotLaunch};
 use crossweft_device::packet::{self, PAYLOAD, WORD};
 use crossweft_device::program::COUNTER_STRIDE;
@@ -57,27 +58,18 @@ pub unsafe extern "ptx-kernel" fn crossweft_copy(dst: u64, src: u64, bytes: u64)
     }
 }
 
-/// Adds two arrays of bfloat16, all blocks together.
+/// Adds two arrays of bfloat16, all blocks together: whole pieces of 16 bytes.
 ///
 /// # Safety
-/// As for [`Reducer::reduce`].
+/// As for [`reduce_pair`].
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn crossweft_add_bf16(dst: u64, a: u64, b: u64, elements: u64) {
-    let size = size_of::<Bf16>() as u64;
-    let part = share(elements * size);
-    let sources = Sources {
-        count: 2,
-        at: |k| Location::raw(if k == 0 { a } else { b } + part.begin),
-    };
-    let destinations = Sources {
-        count: 1,
-        at: |_| Location::raw(dst + part.begin),
-    };
+    let part = share(elements * size_of::<Bf16>() as u64);
     // SAFETY: the caller's promise.
     unsafe {
         let block = ThisBlock::begin(&GpuContext::default(), 0);
-        let reducer = GpuReducer::<Bf16, _>::fixed(Sum, false, table());
-        let _ = reducer.reduce(&block, &sources, &destinations, part.len() / size, 0, 0);
+        let (dst, a, b) = (dst + part.begin, a + part.begin, b + part.begin);
+        reduce_pair::<_, Bf16, _>(&block, Sum, dst, a, b, part.len() / PIECE, 0);
     }
 }
 

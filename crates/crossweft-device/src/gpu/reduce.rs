@@ -835,7 +835,7 @@ impl<E: GpuElement, C: Combine> Reducer for GpuReducer<E, C> {
 /// # Safety
 /// The addresses must be aligned to a piece, and valid for `pieces`.
 #[cfg_attr(target_arch = "nvptx64", inline(never))]
-unsafe fn reduce_pair<B: Block, E: GpuElement, C: Combine>(
+pub unsafe fn reduce_pair<B: Block, E: GpuElement, C: Combine>(
     block: &B,
     combine: C,
     dst: u64,

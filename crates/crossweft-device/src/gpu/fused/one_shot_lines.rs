@@ -10,7 +10,7 @@ use crate::gpu::OneShot;
 use crate::gpu::lines::{self, LANES, PAIR, PAIR_PAYLOAD};
 use crate::gpu::packets::word;
 use crate::gpu::reduce::{Combine, GpuElement, Sum};
-use crate::gpu::wide::{PIECE, Piece, load16, opaque, store16};
+use crate::gpu::wide::{PIECE, Piece, load16, store16};
 use crate::packet::flag_of;
 use crate::wait::{Site, Stopped, WaitKind, Waiting};
 
@@ -169,26 +169,25 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
                 k += 1;
             }
             if mine.is_ok() {
-                // One text for both pieces: the second moves up.
-                let (mut place, mut left) = (near, opaque(if has_far { 2 } else { 1 }));
-                while left > 0 {
-                    let mut results = lanes.0;
-                    if DIVIDES && divisor != 0 {
-                        cold_path();
-                        results = E::map(results, |acc| E::div(acc, divisor));
+                if DIVIDES && divisor != 0 {
+                    cold_path();
+                    let divide = |lanes| E::map(lanes, |acc| E::div(acc, divisor));
+                    lanes = (divide(lanes.0), divide(lanes.1));
+                }
+                let results = [E::pack(lanes.0), E::pack(lanes.1)];
+                if is_whole(at) {
+                    store16(output + at + near, results[0]);
+                    if has_far {
+                        store16(output + at + far, results[1]);
                     }
-                    let piece = E::pack(results);
-                    if is_whole(at) {
-                        store16(output + at + place, piece);
-                    } else {
-                        cold_path();
-                        let Piece { a, b, c, d } = piece;
+                } else {
+                    cold_path();
+                    let store = |place, Piece { a, b, c, d }| {
                         let (low, high) = (word(a, b), word(c, d));
                         store_part::<B>(output + at + place, low, high, part(at, place));
-                    }
-                    lanes.0 = lanes.1;
-                    place = far;
-                    left -= 1;
+                    };
+                    store(near, results[0]);
+                    store(far, results[1]);
                 }
             }
             at += stride;
