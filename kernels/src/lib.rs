@@ -1,12 +1,15 @@
-//! Kernel entry points. One module of PTX for each data type, and one for tests and measurements:
+//! Kernel entry points. One module of PTX for each data type, one for pre-multiplication, and one for tests and measurements:
 //! `cargo xtask kernels` compiles this crate once for each, with `--cfg module="..."`.
 #![no_std]
 #![feature(abi_ptx, asm_experimental_arch)]
 
 #[cfg(module = "bench")]
 mod bench;
-#[cfg(not(module = "bench"))]
+#[cfg(not(any(module = "bench", module = "scale")))]
 mod fused;
-#[cfg(not(module = "bench"))]
+#[cfg(not(any(module = "bench", module = "scale")))]
 mod plan;
+#[cfg(module = "scale")]
+mod scale;
+#[cfg(not(module = "scale"))]
 mod shared;

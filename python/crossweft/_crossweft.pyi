@@ -99,7 +99,7 @@ class Plan:
         """A plan file of either format. Raises OSError, PlanError."""
     @staticmethod
     def all_reduce(
-        algorithm: Literal["one-shot", "two-shot", "two-shot-staged", "ring"],
+        algorithm: Literal["one-shot", "two-shot", "two-shot-staged", "ring", "switch"],
         ranks: int,
         *,
         thread_blocks: int = 1,
@@ -302,6 +302,7 @@ class Communicator:
         output: _T | None = None,
         *,
         op: _Op = "sum",
+        scale: float | _Tensor | None = None,
         dtype: _DType | None = None,
         stream: int | None = None,
     ) -> _T:
@@ -310,6 +311,10 @@ class Communicator:
         Streams are as for Plan.run. This and the other collectives work in place where no output is given: on the
         larger of input and output, with the smaller one as this rank's block of it. An output that is of no use on
         this rank, or an input, may be empty.
+
+        With ``scale``, a sum is of this rank's input times that number, each product rounded to the element type (of
+        integers: wrapped); each rank gives its own, or all none. A tensor of one element on the input's device is
+        read when the call gets to it.
         """
     def all_gather(
         self,
@@ -326,6 +331,7 @@ class Communicator:
         output: _T | None = None,
         *,
         op: _Op = "sum",
+        scale: float | _Tensor | None = None,
         dtype: _DType | None = None,
         stream: int | None = None,
     ) -> _T:
@@ -356,6 +362,7 @@ class Communicator:
         *,
         root: int = 0,
         op: _Op = "sum",
+        scale: float | _Tensor | None = None,
         dtype: _DType | None = None,
         stream: int | None = None,
     ) -> _T:

@@ -31,6 +31,40 @@ def test_all_reduce_in_place_and_out_of_place() -> None:
         assert data == array.array("f", [3] * 100)
 
 
+def test_sums_of_scaled_inputs() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        rank = communicator.rank
+        for scale in (0.5, -2.0):
+            data = array.array("f", [rank + 1] * 100)
+            out = array.array("f", [0] * 100)
+            communicator.all_reduce(data, out, scale=scale * (rank + 1))
+            assert data == array.array("f", [rank + 1] * 100)
+            # 1 * 1 + 2 * 2 + 3 * 3
+            assert out == array.array("f", [14 * scale] * 100)
+        # By an element: each rank its own.
+        data = array.array("i", [10 + rank] * 3)
+        communicator.reduce_scatter(data, scale=array.array("i", [rank - 1]))
+        assert data[rank] == -10 + 12
+        data = array.array("i", [7])
+        communicator.reduce(data, root=1, scale=rank)
+        assert data[0] == (21 if rank == 1 else 7)
+
+    in_threads(3, rank_main)
+
+
+def test_scales_that_do_not_fit() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        data = array.array("i", [1, 2])
+        with pytest.raises(cw.UsageError, match="i32 has no number 0.5"):
+            communicator.all_reduce(data, scale=0.5)
+        with pytest.raises(cw.TensorError, match="scale has 8 bytes; give a number, or one element of i32"):
+            communicator.all_reduce(data, scale=array.array("i", [1, 2]))
+        with pytest.raises(cw.Error, match="before a sum only, not before max"):
+            communicator.all_reduce(data, op="max", scale=2)
+
+    in_threads(1, rank_main)
+
+
 @pytest.mark.parametrize("count", [1, 7, 40_000])
 def test_every_collective(count: int) -> None:
     ranks, root = 3, 1

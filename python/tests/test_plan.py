@@ -10,7 +10,7 @@ import pytest
 
 import crossweft as cw
 
-ALGORITHMS = ["one-shot", "two-shot", "two-shot-staged", "ring"]
+ALGORITHMS = ["one-shot", "two-shot", "two-shot-staged", "ring", "switch"]
 
 
 def floats(*values: float) -> array.array[float]:

@@ -19,6 +19,9 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   python  only the Python package: its wheel, in a fresh environment, and pytest
   lint    formatting, clippy, documentation, licences and advisories of dependencies
   ci      test, then lint
+  matrix [OPTIONS]
+          try every collective with every algorithm, type, operation, size, place and world size up to 8;
+          the options are those of `crossweft matrix`
   conformance DIR
           check and run every plan file below DIR
   kernels [--check]
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         ["gpu"] => gpu::bundle(false),
         ["gpu", "--here"] => gpu::bundle(true),
         ["header"] => header::check(),
+        ["matrix", ref options @ ..] => matrix(options),
         ["conformance", folder] => conformance::run(folder),
         ["ci"] => test().and_then(|()| lint()),
         _ => Err(USAGE.to_owned()),
@@ -64,6 +68,19 @@ fn test() -> Result<(), String> {
     cargo("tests", &["test", "--workspace"], &[])?;
     loom()?;
     python::test()
+}
+
+/// The whole matrix, or what the options leave of it. Optimised: there are some hundred thousand cases.
+fn matrix(options: &[&str]) -> Result<(), String> {
+    let run = [
+        "run",
+        "--release",
+        "--package",
+        "crossweft-cli",
+        "--",
+        "matrix",
+    ];
+    cargo("matrix", &[&run, options].concat(), &[])
 }
 
 /// Every interleaving of the device protocols. Its own target folder, because the flag would

@@ -3,6 +3,7 @@
 //! * [`bench`](mod@bench): measures a collective and checks its results.
 //! * [`doctor`]: what this machine offers and what would be used.
 //! * [`plan`]: checks, runs, draws and converts plans.
+//! * [`matrix`]: tries every collective in every circumstance.
 //! * [`job`]: where the ranks of a job come from.
 //!
 //! Exit codes: 0 ok, 1 wrong result, 2 bad usage or input, 3 timeout or lost peer. Results go to
@@ -20,6 +21,7 @@ mod bench;
 mod doctor;
 mod exit;
 mod job;
+mod matrix;
 mod plan;
 mod values;
 mod verdict;
@@ -45,6 +47,9 @@ enum Command {
     /// Check, run, draw and convert communication plans, our own and those of MSCCL++.
     #[command(subcommand)]
     Plan(plan::Command),
+    /// Try every collective with every algorithm, type, operation, size, place and world size up to 8, and compare the
+    /// results with a reference and between ranks.
+    Matrix(matrix::Options),
     /// Say what this machine offers, what is missing, and what would be used.
     Doctor {
         /// For people, or for programs.
@@ -84,6 +89,7 @@ fn main() -> ExitCode {
     };
     match cli.command {
         Command::Bench(collective) => bench::run(&collective.options()).into(),
+        Command::Matrix(options) => matrix::run(&options).into(),
         Command::Plan(command) => plan::run(&command).into(),
         Command::Doctor { format } => {
             let report = doctor::inspect(Path::new("/"));

@@ -82,6 +82,39 @@ pub(crate) fn op(text: &str) -> Result<ReduceOp, String> {
     })
 }
 
+/// A reduce operation of a collective, or a sum of what was multiplied first.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Operation {
+    pub(crate) op: ReduceOp,
+    /// What every rank's input is multiplied by.
+    pub(crate) scalar: Option<f64>,
+}
+
+impl Operation {
+    /// The name in tables.
+    pub(crate) fn name(self) -> &'static str {
+        match self.scalar {
+            None => self.op.name(),
+            Some(_) => "premul",
+        }
+    }
+}
+
+/// An operation, or `premul:SCALAR`.
+pub(crate) fn operation(text: &str) -> Result<Operation, String> {
+    let Some(scalar) = text.strip_prefix("premul:") else {
+        let op = op(text).map_err(|all| format!("{all}, premul:SCALAR"))?;
+        return Ok(Operation { op, scalar: None });
+    };
+    match scalar.parse() {
+        Ok(scalar) if f64::is_finite(scalar) => Ok(Operation {
+            op: ReduceOp::Sum,
+            scalar: Some(scalar),
+        }),
+        _ => Err("give a number, as in premul:0.5".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,6 +142,24 @@ mod tests {
             "0x10",
         ] {
             assert!(text.parse::<Size>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_sum_may_multiply_first() {
+        let found = operation("premul:-0.5").map(|o| (o.op, o.scalar, o.name()));
+        assert_eq!(found, Ok((ReduceOp::Sum, Some(-0.5), "premul")));
+        let found = operation("max").map(|o| (o.op, o.scalar, o.name()));
+        assert_eq!(found, Ok((ReduceOp::Max, None, "max")));
+        for text in [
+            "premul",
+            "premul:",
+            "premul:x",
+            "premul:inf",
+            "premul:nan",
+            "add",
+        ] {
+            assert!(operation(text).is_err(), "{text}");
         }
     }
 }

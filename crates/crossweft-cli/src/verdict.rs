@@ -3,20 +3,22 @@
 use crossweft_collective::{DataType, ReduceOp};
 use crossweft_plan::Content;
 use crossweft_verify::{
-    Mismatch, Mismatches, Pattern, check_reduce_scatter, check_reduction, fill,
+    Mismatch, Mismatches, Pattern, PreMultiplied, check_reduce_scatter, check_reduction, fill,
 };
 
 /// The inputs of all ranks.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct TestData {
+pub(crate) struct TestData<'a> {
     pub(crate) pattern: Pattern,
     pub(crate) dtype: DataType,
     pub(crate) op: ReduceOp,
+    /// What each rank's input is multiplied by before the sum; none if by nothing.
+    pub(crate) scalars: &'a [f64],
     pub(crate) seed: u64,
     pub(crate) ranks: u32,
 }
 
-impl TestData {
+impl TestData<'_> {
     /// The input of `rank`, of that many bytes.
     pub(crate) fn input(&self, rank: u32, bytes: usize) -> Vec<u8> {
         let mut data = vec![0; bytes];
@@ -26,9 +28,22 @@ impl TestData {
             op,
             seed,
             ranks,
+            ..
         } = *self;
-        fill(pattern, dtype, op, seed, rank, ranks, &mut data);
+        match self.scalars {
+            [] => fill(pattern, dtype, op, seed, rank, ranks, &mut data),
+            _ => self.products().fill(rank, &mut data),
+        }
         data
+    }
+
+    fn products(&self) -> PreMultiplied<'_> {
+        PreMultiplied {
+            pattern: self.pattern,
+            dtype: self.dtype,
+            seed: self.seed,
+            scalars: self.scalars,
+        }
     }
 
     /// What is wrong with the output `got` of `rank`, whose blocks of `bytes` bytes hold what `content` says;
@@ -46,11 +61,15 @@ impl TestData {
             op,
             seed,
             ranks: n,
+            ..
         } = *self;
         let mut mismatches = Mismatches::default();
         for (block, got) in (0..).zip(got.chunks(bytes.max(1) as usize)) {
             let of_block = match content(block) {
                 Content::Any => continue,
+                Content::Reduction { block } if !self.scalars.is_empty() => {
+                    self.products().check(block, got)
+                }
                 Content::Reduction { block } => {
                     check_reduce_scatter(pattern, dtype, op, seed, block, n, got)
                 }

@@ -121,13 +121,14 @@ fn every_type_and_operation() {
         "f8e4m3", "f8e5m2",
     ];
     for dtype in dtypes {
-        for op in ["sum", "prod", "min", "max", "avg"] {
+        for op in ["sum", "prod", "min", "max", "avg", "premul:2"] {
             let report = report(&format!(
                 "--ranks 3 --threads --dtype {dtype} --op {op} --min 8008 --max 8008"
             ));
             assert_right(&report, &[8008]);
             assert_eq!(report["rows"][0]["dtype"], dtype);
-            assert_eq!(report["rows"][0]["op"], op);
+            let name = op.split(':').next();
+            assert_eq!(report["rows"][0]["op"].as_str(), name);
         }
     }
 }
@@ -248,7 +249,15 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
         ("bench all-reduce --dtype f31", "the types are i8, u8"),
         (
             "bench all-reduce --op xor",
-            "the operations are sum, prod, min, max, avg",
+            "the operations are sum, prod, min, max, avg, premul:SCALAR",
+        ),
+        (
+            "bench all-reduce --op premul:two",
+            "give a number, as in premul:0.5",
+        ),
+        (
+            "bench reduce --op premul:0.5 --dtype i32",
+            "--op premul:0.5: i32 has no such number",
         ),
         (
             "bench all-reduce --algorithm tree",

@@ -6,6 +6,7 @@
 use crossweft_plan::{Buffer, Builder, Chunks, Collective, Operand, Plan, PlanError};
 
 use crate::one_hop::{self, Way};
+use crate::switch_algorithms;
 
 /// An algorithm. Which collectives it is for, [`of`](Self::of) says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,6 +30,9 @@ pub enum Algorithm {
     /// The same in parts, one behind the other, so that large messages need scratch memory for little of them:
     /// four parts of sixteen.
     Pipelined,
+    /// Each rank reduces its share of all inputs, or broadcasts it to all outputs, over a switch; peer by peer where
+    /// there is no multicast. Needs registered memory. Only on demand.
+    Switch,
 }
 
 /// Parts of a message that is [`Pipelined`](Algorithm::Pipelined).
@@ -36,11 +40,12 @@ const PARTS: u32 = 16;
 
 impl Algorithm {
     /// Those of all-reduce.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 5] = [
         Self::OneShot,
         Self::TwoShot,
         Self::TwoShotStaged,
         Self::Ring,
+        Self::Switch,
     ];
 
     /// Those of a collective; none of those that only plans have.
@@ -49,9 +54,14 @@ impl Algorithm {
         match collective {
             Collective::AllReduce => &Self::ALL,
             Collective::Reduce { .. } => &[Self::OneShot, Self::TwoShot, Self::TwoShotStaged],
-            Collective::AllGather
-            | Collective::ReduceScatter
-            | Collective::AllToAll
+            Collective::AllGather | Collective::ReduceScatter => &[
+                Self::OneShot,
+                Self::Direct,
+                Self::Staged,
+                Self::Pipelined,
+                Self::Switch,
+            ],
+            Collective::AllToAll
             | Collective::Broadcast { .. }
             | Collective::Gather { .. }
             | Collective::Scatter { .. } => {
@@ -72,6 +82,7 @@ impl Algorithm {
             Self::Direct => "direct",
             Self::Staged => "staged",
             Self::Pipelined => "pipelined",
+            Self::Switch => "switch",
         }
     }
 
@@ -86,7 +97,7 @@ impl Algorithm {
     /// Whether buffers must lie in registered memory.
     #[must_use]
     pub const fn needs_registered(self) -> bool {
-        matches!(self, Self::TwoShot | Self::Direct)
+        matches!(self, Self::TwoShot | Self::Direct | Self::Switch)
     }
 
     /// All-reduce's plan for `ranks` ranks with `blocks` thread blocks each.
@@ -130,6 +141,7 @@ impl Algorithm {
             Self::TwoShot => two_shot(&name, collective, ranks, blocks),
             Self::TwoShotStaged => two_shot_staged(&name, collective, ranks, blocks),
             Self::Ring => ring(ranks, blocks),
+            Self::Switch => switch_algorithms::plan(&name, collective, ranks, blocks),
         }
     }
 }
@@ -183,7 +195,7 @@ fn receivers(collective: Collective, rank: u32, ranks: u32) -> impl Iterator<Ite
 }
 
 /// Channels between all pairs, for each block: `channels[rank][block]` lists the rank's own.
-fn connect_all(b: &mut Builder, ranks: u32, blocks: u32) -> Vec<Vec<Vec<u32>>> {
+pub(crate) fn connect_all(b: &mut Builder, ranks: u32, blocks: u32) -> Vec<Vec<Vec<u32>>> {
     let mut channels = vec![vec![Vec::new(); blocks as usize]; ranks as usize];
     for block in 0..blocks {
         for low in 0..ranks {
@@ -377,6 +389,24 @@ mod tests {
                         let n = ranks;
                         assert!(found.is_empty(), "{}, {n} ranks: {}", plan.name, found[0]);
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn plans_are_sound_up_to_64_ranks() {
+        for ranks in [17, 24, 31, 32, 48, 63, 64] {
+            for collective in collectives(ranks) {
+                for &algorithm in Algorithm::of(collective) {
+                    let plan = algorithm.plan_of(collective, ranks, 1).unwrap();
+                    let found = check(&plan, &Options::default());
+                    assert!(
+                        found.is_empty(),
+                        "{}, {ranks} ranks: {}",
+                        plan.name,
+                        found[0]
+                    );
                 }
             }
         }

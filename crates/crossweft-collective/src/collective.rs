@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossweft_device::{DataType, ReduceOp};
-use crossweft_executor::{Buffers, Options, Prepared, Recorded, Schedule};
+use crossweft_executor::{Buffers, Options, Prepared, Recorded, Scalar, Schedule};
 use crossweft_hal::{self as hal, Device};
 use crossweft_plan::Collective;
 
@@ -28,7 +28,7 @@ pub enum Memory {
     },
 }
 
-/// What a collective is prepared for. The same on every rank, except for the schedule.
+/// What a collective is prepared for. The same on every rank, except for the schedule and the scalar.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CollectiveOptions {
@@ -36,6 +36,10 @@ pub struct CollectiveOptions {
     pub dtype: DataType,
     /// Reduce operation; of no account where nothing is reduced.
     pub op: ReduceOp,
+    /// What this rank's input is multiplied by before the sum, at first
+    /// ([`set_scalar`](PreparedCollective::set_scalar) changes it); `None` for a plain reduction. Ranks agree on
+    /// whether there is one, each has its own.
+    pub pre_multiply: Option<Scalar>,
     /// Largest message in bytes: one block of input or output, of which there are as many as
     /// [`Collective::blocks`] says.
     pub max_bytes: u64,
@@ -65,12 +69,21 @@ impl CollectiveOptions {
         Self {
             dtype,
             op,
+            pre_multiply: None,
             max_bytes,
             memory: Memory::Private,
             algorithm: None,
             blocks: None,
             schedule: Schedule::default(),
         }
+    }
+
+    /// A pre-multiplied sum: every element of this rank's input times `scalar`, rounded to the element type, before it
+    /// is added to the others'. What NCCL calls `ncclRedOpCreatePreMulSum`. The input itself stays as it is.
+    #[must_use]
+    pub fn pre_multiplied(mut self, scalar: Scalar) -> Self {
+        self.pre_multiply = Some(scalar);
+        self
     }
 
     /// Buffers in symmetric memory.
@@ -128,6 +141,7 @@ impl PreparedCollective {
         let CollectiveOptions {
             dtype,
             op,
+            pre_multiply,
             max_bytes,
             memory,
             algorithm,
@@ -135,6 +149,15 @@ impl PreparedCollective {
             schedule,
         } = options;
         let world_size = communicator.world_size();
+        if pre_multiply.is_some() && !collective.reduces() {
+            return Err(CollectiveError::Usage {
+                rank: communicator.rank(),
+                reason: format!(
+                    "{}: there is no sum to multiply inputs for",
+                    collective.name()
+                ),
+            });
+        }
         let (place, buffers) = match &memory {
             Memory::Private => (Place::Private, Buffers::Private),
             Memory::Symmetric { input, output } => {
@@ -168,6 +191,7 @@ impl PreparedCollective {
                     .plan_of(collective, world_size, choice.blocks)?;
                 let mut options = Options::new(dtype, op, choice.piece);
                 (options.buffers, options.schedule) = (buffers.clone(), schedule);
+                options.pre_multiply = pre_multiply;
                 Ok(Prepared::prepare(
                     communicator.endpoint(),
                     &plan,
@@ -183,6 +207,20 @@ impl PreparedCollective {
             selector,
             prepared,
         })
+    }
+
+    /// Sets what this rank's input is multiplied by in calls that begin from now on. Local: each rank may give
+    /// another, and none needs to know of the others'. What was recorded into a graph keeps its scalar, or its
+    /// scalar's address.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Usage`] if it was not prepared [with a scalar](CollectiveOptions::pre_multiplied).
+    pub fn set_scalar(&self, scalar: Scalar) -> Result<(), CollectiveError> {
+        for prepared in &self.prepared {
+            let set = prepared.set_scalar(scalar);
+            set.map_err(|_| self.usage("it was not prepared to multiply its input".to_owned()))?;
+        }
+        Ok(())
     }
 
     /// What it computes.

@@ -14,17 +14,20 @@ mod communicator;
 mod devices;
 mod error;
 mod one_hop;
+mod rms_norm;
 mod selector;
+mod switch_algorithms;
 mod threads;
 
 pub use algorithm::Algorithm;
 pub use collective::{AllReduce, AllReduceOptions, CollectiveOptions, Memory, PreparedCollective};
 pub use communicator::{Communicator, CommunicatorOptions, SymmetricBuffer};
 pub use crossweft_device::{DataType, ReduceOp};
-pub use crossweft_executor::Schedule;
+pub use crossweft_executor::{Scalar, Schedule};
 pub use crossweft_plan::Collective;
 pub use devices::Devices;
 pub use error::CollectiveError;
+pub use rms_norm::{AllReduceRmsNorm, GROUP, Quantised, RmsNormCall, RmsNormOptions, Scales};
 pub use selector::{Choice, Place, Selector};
 pub use threads::{run_in_threads, run_in_threads_on, run_plan_in_threads};
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crossweft_collective::{
     Algorithm, AllReduceOptions, CollectiveError, Communicator, CommunicatorOptions, DataType,
-    ReduceOp, run_in_threads, run_in_threads_on,
+    ReduceOp, Scalar, run_in_threads, run_in_threads_on,
 };
 use crossweft_executor::{Buffers, Options, Prepared, Together};
 use crossweft_hal::cuda::{Context, Driver};
@@ -59,11 +59,12 @@ const COUNTS: [usize; 9] = [1, 2, 3, 17, 63, 513, 1025, 4099, 40_001];
 /// Bytes that a thread moves at once.
 const PIECE: u64 = 16;
 
-/// The results of one rank: all counts, patterns, in place and not, one behind another.
+/// The results of one rank: all counts, patterns, in place and not, one behind another. Of a pre-multiplied sum the
+/// scalar is given by value out of place, in the device's memory in place.
 fn results(
     communicator: &Communicator,
     algorithm: Algorithm,
-    (dtype, op): (DataType, ReduceOp),
+    (dtype, op, multiplies): (DataType, ReduceOp, bool),
     blocks: u32,
     counts: &[usize],
 ) -> Result<Vec<u8>, CollectiveError> {
@@ -78,14 +79,25 @@ fn results(
     );
     // Prepared for large messages, one shots of some operations go in lines, others in packets.
     let max = match op {
-        ReduceOp::Sum | ReduceOp::Min => largest.max(32 << 10),
+        ReduceOp::Sum | ReduceOp::Min => largest.max(200 << 10),
         _ => largest,
     };
-    let options = AllReduceOptions::new(dtype, op, max)
+    let mut options = AllReduceOptions::new(dtype, op, max)
         .algorithm(algorithm)
         .blocks(blocks, crossweft_collective::Schedule::default());
+    let scalar = communicator.device().allocate(8)?;
+    if multiplies {
+        let value = f64::from(2 + rank);
+        options = options.pre_multiplied(Scalar::new(dtype, value).unwrap());
+        let bits = crossweft_device::scale::element_bits(dtype, value).unwrap();
+        scalar.write(0, &bits.to_le_bytes())?;
+    }
     let out_of_place = communicator.all_reduce(options.clone().symmetric(&input, &output))?;
     let in_place = communicator.all_reduce(options.symmetric(&input, &input))?;
+    if multiplies {
+        // SAFETY: the memory is of the rank's device, and kept until the calls have ended.
+        in_place.set_scalar(unsafe { Scalar::at(scalar.addr()) })?;
+    }
     let mut all = Vec::new();
     for (turn, &count) in counts.iter().enumerate() {
         // Aligned to an element and no more, then as allocations are.
@@ -120,20 +132,23 @@ fn results(
     Ok(all)
 }
 
-const ALGORITHMS: [Algorithm; 4] = [
+const ALGORITHMS: [Algorithm; 5] = [
     Algorithm::OneShot,
     Algorithm::TwoShot,
     Algorithm::TwoShotStaged,
     Algorithm::Ring,
+    Algorithm::Switch,
 ];
 
 /// The device's bits against the CPU's, on every rank.
 fn same_bits(device: &Device, ranks: u32, types: &[DataType], blocks: u32, counts: &[usize]) {
     for &dtype in types {
-        for op in ReduceOp::ALL {
+        let plain = ReduceOp::ALL.map(|op| (op, false));
+        for (op, multiplies) in plain.into_iter().chain([(ReduceOp::Sum, true)]) {
             for algorithm in ALGORITHMS {
+                let kind = (dtype, op, multiplies);
                 let rank_main = |communicator: &Communicator| {
-                    results(communicator, algorithm, (dtype, op), blocks, counts)
+                    results(communicator, algorithm, kind, blocks, counts)
                 };
                 let cpu = run_in_threads(ranks, options(60), rank_main).unwrap();
                 let gpu = on(device, ranks, rank_main);
@@ -141,7 +156,7 @@ fn same_bits(device: &Device, ranks: u32, types: &[DataType], blocks: u32, count
                     let differ = cpu.iter().zip(gpu).position(|(a, b)| a != b);
                     assert_eq!(
                         differ, None,
-                        "{algorithm} {dtype} {op}, rank {rank} of {ranks}, {blocks} blocks"
+                        "{algorithm} {kind:?}, rank {rank} of {ranks}, {blocks} blocks"
                     );
                     assert_eq!(cpu.len(), gpu.len());
                 }

@@ -10,9 +10,9 @@ use crossweft_collective::{
     Algorithm, CollectiveError, CommunicatorOptions, DataType, ReduceOp, run_in_threads,
     run_plan_in_threads,
 };
-use crossweft_executor::{ExecutorError, Options, Stage};
-use crossweft_plan::{Builder, Collective, InPlace, Plan, dsl};
-use crossweft_verify::{Pattern, check_all_reduce, fill};
+use crossweft_executor::{ExecutorError, Options, Scalar, Stage};
+use crossweft_plan::{Buffer, Builder, Collective, InPlace, Op, Plan, dsl};
+use crossweft_verify::{Pattern, PreMultiplied, check_all_reduce, fill};
 
 const JOB: CommunicatorOptions = CommunicatorOptions {
     timeout: Duration::from_secs(60),
@@ -124,6 +124,65 @@ fn a_plan_in_place_takes_two_buffers_and_one() {
             assert_eq!(both, expected);
             let odd = prepared.run_in_place(&mut vec![0; 3 * bytes + 1], JOB.timeout);
             assert!(matches!(odd, Err(ExecutorError::Usage { .. })));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// An all-reduce that works in place only, and calls inputs outputs.
+fn all_reduce_in_place(ranks: u32) -> Plan {
+    let mut plan = Algorithm::TwoShot.plan(ranks, 2).unwrap();
+    plan.in_place = InPlace::Required;
+    for op in plan
+        .ranks
+        .iter_mut()
+        .flat_map(|r| r.blocks.iter_mut().flatten())
+    {
+        if let Op::Reduce { from, .. } = op {
+            for operand in from {
+                operand.buffer = Buffer::Output;
+            }
+        }
+    }
+    plan
+}
+
+#[test]
+fn inputs_are_multiplied_before_any_plan() {
+    let scalars = [2.0, -0.5, 3.0];
+    let plans = [
+        all_reduce_in_place(3),
+        Algorithm::TwoShot.plan(3, 2).unwrap(),
+        Algorithm::Ring.plan(3, 1).unwrap(),
+    ];
+    let sums = PreMultiplied {
+        pattern: Pattern::Exact,
+        dtype: DataType::F32,
+        seed: 9,
+        scalars: &scalars,
+    };
+    run_in_threads(3, JOB, |communicator| {
+        let rank = communicator.rank();
+        let mut options = Options::new(DataType::F32, ReduceOp::Sum, 4000);
+        options.pre_multiply = Scalar::new(DataType::F32, scalars[rank as usize]);
+        for (plan, stage) in plans
+            .iter()
+            .flat_map(|plan| [Stage::WhereNeeded, Stage::Always].map(|stage| (plan, stage)))
+        {
+            let prepared = communicator.prepare(plan, options.clone(), stage)?;
+            for bytes in [4000, 4, 1228] {
+                let mut data = vec![0; bytes];
+                sums.fill(rank, &mut data);
+                let (before, mut output) = (data.clone(), vec![0xa5; bytes]);
+                prepared.run(&data, &mut output, JOB.timeout)?;
+                assert_eq!(data, before);
+                prepared.run_in_place(&mut data, JOB.timeout)?;
+                for got in [&output, &data] {
+                    let found = sums.check(0, got);
+                    assert_eq!(found.wrong, 0, "{} {stage:?}: {:?}", plan.name, found.first);
+                }
+            }
         }
         Ok(())
     })

@@ -35,9 +35,11 @@ pub mod extent;
 pub mod fifo;
 pub mod gpu;
 pub mod memory;
+pub mod norm;
 pub mod packet;
 pub mod program;
 pub mod reduce;
+pub mod scale;
 pub mod semaphore;
 pub mod wait;
 

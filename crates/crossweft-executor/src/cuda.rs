@@ -243,7 +243,7 @@ impl Prepared {
                 self.with_launcher(|launcher| {
                     // SAFETY: as in `launch_checked`; the program's tables live as long as
                     // `Recorded`, which keeps the plan.
-                    unsafe { launcher.launch(&stream, &self.program, &buffers.launch(), limit) }
+                    unsafe { self.enqueue(launcher, &stream, &buffers.launch(), limit) }
                 })?;
             }
             let graph = capture.end()?.instantiate()?;
@@ -290,7 +290,9 @@ impl Recorded {
         let started = self.plan.with_launcher(|launcher| {
             // SAFETY: the buffers lie in registered memory, which the plan keeps mapped, as it does
             // its tables; launches follow one another on this stream.
-            unsafe { launcher.launch(&self.stream, &self.plan.program, &launch, limit)? };
+            unsafe {
+                self.plan.enqueue(launcher, &self.stream, &launch, limit)?;
+            };
             self.start.record(&self.stream)?;
             // SAFETY: as above, of what was recorded.
             unsafe { self.graph.launch(&self.stream)? };
@@ -391,7 +393,10 @@ impl Together {
             let buffers = plan.registered_buffers(input_offset, output_offset, bytes)?;
             let parameter = plan.with_launcher(|launcher| {
                 threads = threads.min(launcher.threads);
-                Ok(launcher.parameter(&plan.program, &buffers.launch(), limit))
+                // SAFETY: the buffers lie in registered memory, which the plan keeps mapped; this waits for the
+                // stream's end.
+                let launch = unsafe { plan.multiplied(&self.stream, &buffers.launch())? };
+                Ok(launcher.parameter(&plan.program, &launch, limit))
             });
             image.push(parameter.map_err(|error| plan.device(error))?);
             blocks = blocks.max(plan.program.block_count);

@@ -42,6 +42,14 @@ pub enum ExecutorError {
         /// The caller's.
         asked: ReduceOp,
     },
+    /// Inputs were to be multiplied before something that is no sum.
+    #[error("plan `{plan}`: inputs are multiplied before a sum only, not before {asked}")]
+    PreMultiplied {
+        /// The plan's name.
+        plan: String,
+        /// The caller's operation.
+        asked: ReduceOp,
+    },
     /// The plan reaches into peers' buffers, which were not given as registered memory.
     #[error(
         "plan `{plan}` lets ranks reach into each other's {buffer}; prepare it with registered \

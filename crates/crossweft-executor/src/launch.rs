@@ -12,7 +12,7 @@ use crossweft_device::executor::run_block;
 use crossweft_device::program::Launch;
 use crossweft_hal::HalError;
 use crossweft_hal::cpu::{Arguments, Interrupted, Kernel, KernelError, Stream};
-use crossweft_hal::cuda::CudaError;
+use crossweft_hal::cuda::{self, CudaError};
 
 use crate::ExecutorError;
 use crate::cuda::CudaLauncher;
@@ -138,6 +138,11 @@ impl Prepared {
         self.call.begin(&self.endpoint, bytes);
         let result = match &mut *machine {
             Machine::Cpu { grid, reducer } => {
+                let launch = match &self.pre_multiplier {
+                    None => launch,
+                    // SAFETY: the caller vouches for the buffers; this has the turn.
+                    Some(multiplier) => unsafe { multiplier.multiply(&launch) },
+                };
                 let context = self.endpoint.context(&guard);
                 // SAFETY: the program was prepared for this process, its tables live in `self`, the
                 // grid runs each block once and launches follow one another; the caller vouches
@@ -185,12 +190,46 @@ impl Prepared {
                 || guard.is_interrupted()
         };
         // SAFETY: the caller's promise.
-        unsafe { launcher.launch(stream, &self.program, launch, limit) }
+        unsafe { self.enqueue(launcher, stream, launch, limit) }
             .and_then(|()| launcher.wait(stream, limit, failed))
             .map_err(|error| self.device(error))?;
         match launcher.interrupted() {
             None => Ok(()),
             Some(interrupted) => Err(self.explain(&interrupted, guard)),
+        }
+    }
+
+    /// Launches in the order of `stream`, which may be recording a graph.
+    ///
+    /// # Safety
+    /// As for [`CudaLauncher::launch`].
+    pub(crate) unsafe fn enqueue(
+        &self,
+        launcher: &CudaLauncher,
+        stream: &cuda::Stream,
+        launch: &Launch,
+        limit: Duration,
+    ) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let launch = self.multiplied(stream, launch)?;
+            launcher.launch(stream, &self.program, &launch, limit)
+        }
+    }
+
+    /// The launch that is left when the input has been multiplied, on `stream`.
+    ///
+    /// # Safety
+    /// As for [`CudaLauncher::launch`].
+    pub(crate) unsafe fn multiplied(
+        &self,
+        stream: &cuda::Stream,
+        launch: &Launch,
+    ) -> Result<Launch, CudaError> {
+        match &self.pre_multiplier {
+            None => Ok(*launch),
+            // SAFETY: the caller's promise.
+            Some(multiplier) => unsafe { multiplier.multiply_on(stream, launch) },
         }
     }
 
@@ -218,7 +257,7 @@ impl Prepared {
     /// it was recorded into, is done with. Launches of one plan must follow one another.
     pub unsafe fn launch_on_cuda(
         &self,
-        stream: &crossweft_hal::cuda::Stream,
+        stream: &cuda::Stream,
         buffers: &RawBuffers,
         limit: Duration,
     ) -> Result<(), ExecutorError> {
@@ -235,7 +274,7 @@ impl Prepared {
         };
         let launch = buffers.launch();
         // SAFETY: the caller's promise.
-        unsafe { launcher.launch(stream, &self.program, &launch, limit) }
+        unsafe { self.enqueue(launcher, stream, &launch, limit) }
             .map_err(|error| self.device(error))
     }
 

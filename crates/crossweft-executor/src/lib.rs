@@ -8,13 +8,14 @@
 //! [`Staged`] takes buffers anywhere, through registered memory where the plan asks for it.
 //!
 //! `unsafe` is confined to the modules `launch`, which hands those tables to the device code, `cuda` and
-//! `staged`, which do so on a GPU, and `turn`.
+//! `staged`, which do so on a GPU, `pre_multiply`, and `turn`.
 #![deny(missing_docs, unsafe_code)]
 
 mod cuda;
 mod error;
 mod fused;
 mod launch;
+mod pre_multiply;
 mod prepared;
 mod staged;
 mod tables;
@@ -25,5 +26,6 @@ pub use cuda::{Recorded, Together};
 pub use error::ExecutorError;
 pub use fused::fused_form;
 pub use launch::RawBuffers;
+pub use pre_multiply::Scalar;
 pub use prepared::{Buffers, Options, Prepared};
 pub use staged::{Stage, Staged};

@@ -18,6 +18,7 @@ use crate::ExecutorError;
 use crate::cuda::{CudaLauncher, Unfit};
 use crate::fused::{Fused, has_lines};
 use crate::launch::RawBuffers;
+use crate::pre_multiply::{PreMultiplier, Scalar};
 use crate::tables::{Channels, Memories, Tables};
 use crate::turn::Turn;
 
@@ -36,13 +37,16 @@ pub enum Buffers {
     },
 }
 
-/// What a plan is prepared for. Ranks must agree on all of it but the schedule.
+/// What a plan is prepared for. Ranks must agree on all of it but the schedule and the scalar.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Element type.
     pub dtype: DataType,
     /// Reduce operation.
     pub op: ReduceOp,
+    /// What this rank's input is multiplied by before a sum, at first; `None` for a plain reduction. Ranks agree
+    /// on whether there is one, each has its own.
+    pub pre_multiply: Option<Scalar>,
     /// Largest message in bytes.
     pub max_bytes: u64,
     /// Where the buffers will be.
@@ -66,6 +70,7 @@ impl Options {
         Self {
             dtype,
             op,
+            pre_multiply: None,
             max_bytes,
             buffers,
             schedule,
@@ -169,6 +174,7 @@ pub struct Prepared {
     pub(crate) machine: Turn<Machine>,
     pub(crate) call: CallLine,
     pub(crate) poisoned: AtomicBool,
+    pub(crate) pre_multiplier: Option<PreMultiplier>,
     options: Options,
     shape: Shape,
     // What the program points to.
@@ -205,7 +211,7 @@ impl Prepared {
             .agree(&statement(plan, &options), &what, deadline)
             .map_err(channel)?;
         // Every rank takes the next number, whether or not it can go on.
-        let Options { dtype, op, .. } = options;
+        let (dtype, op) = (options.dtype, operation(&options));
         let call = endpoint.call_line(&format!("{}, {dtype} {op}", plan.name));
         check_fit(plan, endpoint.world_size(), &options)?;
 
@@ -230,8 +236,12 @@ impl Prepared {
             Buffers::Private => (None, None),
             Buffers::Registered { input, output } => (Some(input), Some(output)),
         };
+        let shape = Shape::new(plan, rank);
+        let pre_multiplier =
+            PreMultiplier::prepare(endpoint, plan, &options, shape.uses_input(), deadline)?;
+        let products = pre_multiplier.as_ref().and_then(PreMultiplier::registered);
         let memories = Memories {
-            input,
+            input: products.or(input),
             output,
             scratch: scratch_memory.as_ref(),
             packets_offset: scratch,
@@ -275,11 +285,27 @@ impl Prepared {
             machine: Turn::new(machine),
             call,
             poisoned: AtomicBool::new(false),
+            pre_multiplier,
             options,
-            shape: Shape::new(plan, rank),
+            shape,
             _tables: tables,
             _scratch: scratch_memory,
         }))
+    }
+
+    /// Sets what this rank's input is multiplied by in calls that begin from now on. Local: each rank may give
+    /// another. What was recorded into a graph keeps its scalar, or its scalar's address.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`] if it was not prepared with a scalar.
+    pub fn set_scalar(&self, scalar: Scalar) -> Result<(), ExecutorError> {
+        match &self.pre_multiplier {
+            Some(multiplier) => {
+                multiplier.set(scalar);
+                Ok(())
+            }
+            None => Err(self.usage("it was not prepared to multiply its input".to_owned())),
+        }
     }
 
     /// The plan's name.
@@ -635,6 +661,11 @@ impl Shape {
         }
     }
 
+    /// Whether anybody reads this rank's input, by either name.
+    fn uses_input(&self) -> bool {
+        self.uses.0 || self.in_place == InPlace::Required && self.uses.1
+    }
+
     /// Bytes of the message of buffers of these sizes, if they fit together. One that nobody uses may be
     /// empty.
     fn message(&self, input: u64, output: u64) -> Option<u64> {
@@ -655,13 +686,20 @@ impl Shape {
     }
 }
 
+/// The operation, in words.
+fn operation(options: &Options) -> String {
+    match options.pre_multiply {
+        None => options.op.name().to_owned(),
+        Some(_) => format!("pre-multiplied {}", options.op),
+    }
+}
+
 /// What all ranks must agree on, in words.
 fn statement(plan: &Plan, options: &Options) -> String {
     let mut hasher = DefaultHasher::new();
     plan.to_json().hash(&mut hasher);
     let Options {
         dtype,
-        op,
         max_bytes,
         buffers,
         first_epoch,
@@ -669,6 +707,7 @@ fn statement(plan: &Plan, options: &Options) -> String {
         ..
     } = options;
     let by = if *fused { "" } else { " by the executor" };
+    let op = operation(options);
     let buffers = match buffers {
         Buffers::Private => "private buffers",
         Buffers::Registered { input, output } if Arc::ptr_eq(input, output) => {
@@ -690,6 +729,12 @@ fn check_fit(plan: &Plan, world_size: u32, options: &Options) -> Result<(), Exec
             plan: plan.name.clone(),
             ranks: plan.world_size(),
             world_size,
+        });
+    }
+    if options.pre_multiply.is_some() && options.op != ReduceOp::Sum {
+        return Err(ExecutorError::PreMultiplied {
+            plan: plan.name.clone(),
+            asked: options.op,
         });
     }
     if let Some(planned) = plan.reduce_op.filter(|planned| *planned != options.op) {

@@ -1,8 +1,8 @@
 //! The GPU kernels: PTX that was compiled from `crossweft-device` and committed, and what to pass
 //! to it.
 //!
-//! A module of PTX for each data type holds the plan executor, for every operation; one more holds
-//! kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
+//! A module of PTX for each data type holds the plan executor, for every operation; one more multiplies
+//! elements before a sum, and one holds kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
 //! needs a CUDA toolkit. They are made by `cargo xtask kernels` from the sources in `kernels/`, and
 //! checked by `cargo xtask kernels --check`.
 //!
@@ -20,7 +20,8 @@
 
 use crossweft_device::DataType;
 pub use crossweft_device::gpu::{
-    GpuContext, MAX_FUSED, MAX_OPERANDS, OneShot, OneShotLaunch, PlanLaunch, StatusRecord, TwoShot,
+    GpuContext, MAX_FUSED, MAX_OPERANDS, OneShot, OneShotLaunch, PlanLaunch, Scale, StatusRecord,
+    TwoShot,
 };
 
 /// Threads of a block, at most (`.maxntid`): what registers are there for, so that nothing is
@@ -49,8 +50,8 @@ pub struct Module {
 
 macro_rules! modules {
     ($($dtype:ident, $name:literal;)*) => {
-        /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one for
-        /// tests and measurements.
+        /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one that
+        /// multiplies elements of any type, and the one for tests and measurements.
         pub const MODULES: &[Module] = &[
             $(Module {
                 name: $name,
@@ -63,6 +64,12 @@ macro_rules! modules {
                     concat!("crossweft_two_shot_", $name),
                 ],
             },)*
+            Module {
+                name: SCALE,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/scale.sm_80.ptx"),
+                entries: &[$(concat!("crossweft_scale_", $name),)*],
+            },
             Module {
                 name: BENCH,
                 sm: 80,
@@ -81,6 +88,7 @@ macro_rules! modules {
                         one_shot: concat!("crossweft_one_shot_", $name),
                         one_shot_lines: concat!("crossweft_one_shot_lines_", $name),
                         two_shot: concat!("crossweft_two_shot_", $name),
+                        scale: concat!("crossweft_scale_", $name),
                     },
                 )),)*
                 // Data types to come.
@@ -107,6 +115,9 @@ modules! {
     F8E5M2, "f8e5m2";
 }
 
+/// Name of the module that multiplies elements.
+const SCALE: &str = "scale";
+
 /// Name of the module for tests and measurements.
 const BENCH: &str = "bench";
 
@@ -131,6 +142,9 @@ pub struct Entries {
     /// Runs a two-shot plan in one piece: takes a [`TwoShot`] by value; the grid has one block for each of the
     /// plan's, with a thread for each other rank at least.
     pub two_shot: &'static str,
+    /// In the [`scale_module`]: multiplies elements by a scalar. Takes a [`Scale`] by value; the grid may have any
+    /// shape.
+    pub scale: &'static str,
 }
 
 /// The entry points of [`plan_module`]; `None` for a data type that has no kernels.
@@ -140,6 +154,12 @@ pub const fn entries(dtype: DataType) -> Option<Entries> {
         Some((_, entries)) => Some(entries),
         None => None,
     }
+}
+
+/// The module that multiplies elements of any data type by a scalar ([`Entries::scale`]).
+#[must_use]
+pub fn scale_module(sm: u32) -> Option<&'static Module> {
+    find(SCALE, sm)
 }
 
 /// The module for tests and measurements, whose entry points are in [`mod@bench`].
@@ -213,10 +233,14 @@ mod tests {
                     .ptx
                     .contains(&format!("crossweft_plan[{}]", size_of::<PlanLaunch>()))
             );
+            let scales = scale_module(90).expect("a module");
+            assert!(scales.entries.contains(&of.scale));
+            let parameter = format!("{}_param_0[{}]", of.scale, size_of::<Scale>());
+            assert!(scales.ptx.contains(&parameter), "{parameter}");
             assert!(plan_module(dtype, MIN_SM).is_some());
             assert!(plan_module(dtype, MIN_SM - 1).is_none());
         }
-        assert_eq!(MODULES.len(), DataType::ALL.len() + 1);
+        assert_eq!(MODULES.len(), DataType::ALL.len() + 2);
     }
 
     #[test]

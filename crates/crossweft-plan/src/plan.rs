@@ -240,7 +240,8 @@ pub enum Op {
         /// Whether this is the final result, not a partial one. It matters for averages only, which
         /// divide here.
         last: bool,
-        /// A switch of this rank whose members are exactly the sources and the destinations: a hint.
+        /// A switch of this rank whose members are exactly the sources, and the destinations too unless all of those
+        /// are this rank's: a hint.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         switch: Option<u32>,
     },

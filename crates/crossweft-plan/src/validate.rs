@@ -290,7 +290,9 @@ impl Plan {
                 ..
             } => {
                 is_switch(program, *id, from)?;
-                is_switch(program, *id, to)?;
+                if to.iter().any(|operand| operand.rank != rank) {
+                    is_switch(program, *id, to)?;
+                }
             }
             _ => {}
         }

@@ -395,3 +395,34 @@ fn unsound_uses_of_every_operation_are_refused() {
             .contains("signals that nobody waits for")
     );
 }
+
+#[test]
+fn a_reduction_over_a_switch_goes_to_its_members_or_stays() {
+    let reduce = |to: Vec<Operand>, members: Vec<u32>| {
+        let mut b = Builder::new("switch", Collective::AllReduce, 3, 1, 1);
+        let buffer = Buffer::Input;
+        let ranks = members;
+        let switch = Some(b.switch(0, Switch { ranks, buffer }));
+        let from = (0..3).map(|q| Operand::new(q, buffer, 0)).collect();
+        b.at(0, 0).op(Op::Reduce {
+            chunks: Chunks::new(0, 1),
+            from,
+            to,
+            last: true,
+            switch,
+        });
+        b.finish().map(drop).map_err(|error| error.to_string())
+    };
+    let output = |rank| Operand::new(rank, Buffer::Output, 0);
+    assert_eq!(reduce(vec![output(0)], vec![0, 1, 2]), Ok(()));
+    let all: Vec<Operand> = (0..3).map(output).collect();
+    assert_eq!(reduce(all.clone(), vec![2, 1, 0]), Ok(()));
+    for (to, members) in [
+        (vec![output(1)], vec![0, 1, 2]),
+        (all[..2].to_vec(), vec![0, 1, 2]),
+        (vec![output(0)], vec![0, 1]),
+    ] {
+        let error = reduce(to, members).unwrap_err();
+        assert!(error.contains("are not the members of switch 0"), "{error}");
+    }
+}

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crossweft_collective::{
     Collective, CollectiveOptions, Communicator as Core, CommunicatorOptions, DataType, Devices,
-    PreparedCollective, ReduceOp,
+    PreparedCollective, ReduceOp, Scalar,
 };
 use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
 use crossweft_hal::{Device, cuda};
@@ -116,7 +116,21 @@ struct PlanKey {
 }
 
 /// What a collective is prepared for, apart from the size.
-type CollectiveKey = (Collective, DataType, ReduceOp);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct CollectiveKey {
+    collective: Collective,
+    dtype: DataType,
+    op: ReduceOp,
+    /// Whether inputs are multiplied by a scalar.
+    multiplies: bool,
+}
+
+/// How a collective reduces.
+struct Reduction<'a, 'py> {
+    op: &'a str,
+    /// What this rank's input is multiplied by: a number, or a tensor of one element.
+    scale: Option<&'a Bound<'py, PyAny>>,
+}
 
 #[derive(Debug)]
 struct Prepared {
@@ -231,7 +245,7 @@ impl Communicator {
     /// Prepares a collective if that has not been done, and calls it. `output` of none is in place.
     fn collective<'py>(
         &self,
-        (collective, op): (Collective, Option<&str>),
+        (collective, reduction): (Collective, Option<Reduction<'_, 'py>>),
         input: &Bound<'py, PyAny>,
         output: Option<&Bound<'py, PyAny>>,
         dtype: Option<&Bound<'py, PyAny>>,
@@ -239,7 +253,9 @@ impl Communicator {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = input.py();
         // Where nothing is reduced, it does not matter.
+        let op = reduction.as_ref().map(|reduction| reduction.op);
         let op = op.map_or(Ok(ReduceOp::Sum), plan::reduce_op)?;
+        let scale = reduction.and_then(|reduction| reduction.scale);
         let mut operands = Operands::new(input, output, plan::dtype(dtype)?, stream)?;
         if !self.computes_on(operands.place())? {
             return Err(Exception::usage(format!(
@@ -250,8 +266,16 @@ impl Communicator {
         }
         let blocks = collective.blocks(self.core.world_size()).unwrap_or((1, 1));
         let bytes = self.message(collective, blocks, &operands)?;
-        let key = (collective, operands.input.dtype, op);
-        let prepared = self.prepared_collective(py, key, bytes)?;
+        let dtype = operands.input.dtype;
+        let scale = scale.map(|scale| Scale::new(scale, dtype, operands.place(), stream));
+        let scale = scale.transpose()?;
+        let key = CollectiveKey {
+            collective,
+            dtype,
+            op,
+            multiplies: scale.is_some(),
+        };
+        let prepared = self.prepared_collective(py, (key, scale.as_ref()), bytes)?;
         self.launch_collective(py, &prepared.call, &mut operands, bytes, stream)?;
         Ok(output.unwrap_or(input).clone())
     }
@@ -301,17 +325,27 @@ impl Communicator {
     fn prepared_collective(
         &self,
         py: Python<'_>,
-        key: CollectiveKey,
+        (key, scale): (CollectiveKey, Option<&Scale>),
         bytes: u64,
     ) -> PyResult<Arc<Prepared>> {
         if let Some(found) = lock(&self.collectives).get(&key)
             && found.max_bytes >= bytes
         {
+            if let Some(scale) = scale {
+                let set = found.call.set_scalar(scale.scalar);
+                set.map_err(|error| self.failed(&error))?;
+            }
             return Ok(Arc::clone(found));
         }
         let max_bytes = room(bytes);
-        let (collective, dtype, op) = key;
-        let options = CollectiveOptions::new(dtype, op, max_bytes);
+        let CollectiveKey {
+            collective,
+            dtype,
+            op,
+            ..
+        } = key;
+        let mut options = CollectiveOptions::new(dtype, op, max_bytes);
+        options.pre_multiply = scale.map(|scale| scale.scalar);
         let call = self.together(py, |core| core.collective(collective, options))?;
         let prepared = Arc::new(Prepared { call, max_bytes });
         let replaced = lock(&self.collectives).insert(key, Arc::clone(&prepared));
@@ -449,6 +483,64 @@ fn describe(device: &Device) -> String {
     match device {
         Device::Cuda(context) => format!("cuda:{}", context.device().ordinal()),
         device => device.name().to_owned(),
+    }
+}
+
+/// What an input is multiplied by.
+struct Scale {
+    scalar: Scalar,
+    /// Where it is, unless it is known by value.
+    _tensor: Option<Tensor>,
+}
+
+impl Scale {
+    /// A number, or a tensor of one element of `dtype` on the device of the input, which is at `place`.
+    fn new(
+        scale: &Bound<'_, PyAny>,
+        dtype: DataType,
+        place: Place,
+        stream: Option<u64>,
+    ) -> PyResult<Self> {
+        // Tensors have numbers as well, and would wait for their device to tell.
+        if !scale.hasattr("__dlpack__")?
+            && let Ok(value) = scale.extract::<f64>()
+        {
+            let scalar = Scalar::new(dtype, value);
+            let scalar = scalar
+                .ok_or_else(|| Exception::usage(format!("scale: {dtype} has no number {value}")))?;
+            return Ok(Self {
+                scalar,
+                _tensor: None,
+            });
+        }
+        let tensor = Tensor::new(scale, "scale", Some(dtype), stream)?;
+        if tensor.bytes != dtype.size() as u64 {
+            return Err(Exception::tensor(format!(
+                "scale has {} bytes; give a number, or one element of {dtype}",
+                tensor.bytes
+            )));
+        }
+        if tensor.place == Place::Host {
+            let mut word = [0; 8];
+            // SAFETY: nobody else writes it during the call.
+            word[..dtype.size()].copy_from_slice(unsafe { tensor.read() });
+            return Ok(Self {
+                scalar: Scalar::from_bits(u64::from_le_bytes(word)),
+                _tensor: None,
+            });
+        }
+        if tensor.place != place {
+            return Err(Exception::tensor(format!(
+                "the tensors are on {place}, scale is on {}",
+                tensor.place
+            )));
+        }
+        // SAFETY: device memory of one element, which its library keeps for what is on its stream.
+        let scalar = unsafe { Scalar::at(tensor.address) };
+        Ok(Self {
+            scalar,
+            _tensor: Some(tensor),
+        })
     }
 }
 
@@ -648,16 +740,17 @@ impl Communicator {
     }
 
     /// Reduces `input` of all ranks into `output`, or in place.
-    #[pyo3(signature = (input, output = None, *, op = "sum", dtype = None, stream = None))]
+    #[pyo3(signature = (input, output = None, *, op = "sum", scale = None, dtype = None, stream = None))]
     fn all_reduce<'py>(
         &self,
         input: &Bound<'py, PyAny>,
         output: Option<&Bound<'py, PyAny>>,
         op: &str,
+        scale: Option<&Bound<'py, PyAny>>,
         dtype: Option<&Bound<'py, PyAny>>,
         stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let what = (Collective::AllReduce, Some(op));
+        let what = (Collective::AllReduce, Some(Reduction { op, scale }));
         self.collective(what, input, output, dtype, stream)
     }
 
@@ -674,17 +767,18 @@ impl Communicator {
     }
 
     /// Rank `r`'s output is the reduction of block `r` of all inputs.
-    #[pyo3(signature = (input, output = None, *, op = "sum", dtype = None, stream = None))]
+    #[pyo3(signature = (input, output = None, *, op = "sum", scale = None, dtype = None, stream = None))]
     fn reduce_scatter<'py>(
         &self,
         input: &Bound<'py, PyAny>,
         output: Option<&Bound<'py, PyAny>>,
         op: &str,
+        scale: Option<&Bound<'py, PyAny>>,
         dtype: Option<&Bound<'py, PyAny>>,
         stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         self.collective(
-            (Collective::ReduceScatter, Some(op)),
+            (Collective::ReduceScatter, Some(Reduction { op, scale })),
             input,
             output,
             dtype,
@@ -724,18 +818,20 @@ impl Communicator {
     }
 
     /// The root's output is the reduction of all inputs.
-    #[pyo3(signature = (input, output = None, *, root = 0, op = "sum", dtype = None, stream = None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of the Python method")]
+    #[pyo3(signature = (input, output = None, *, root = 0, op = "sum", scale = None, dtype = None, stream = None))]
     fn reduce<'py>(
         &self,
         input: &Bound<'py, PyAny>,
         output: Option<&Bound<'py, PyAny>>,
         root: u32,
         op: &str,
+        scale: Option<&Bound<'py, PyAny>>,
         dtype: Option<&Bound<'py, PyAny>>,
         stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         self.collective(
-            (Collective::Reduce { root }, Some(op)),
+            (Collective::Reduce { root }, Some(Reduction { op, scale })),
             input,
             output,
             dtype,

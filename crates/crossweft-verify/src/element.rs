@@ -37,6 +37,8 @@ pub(crate) trait Element: Copy {
     fn start(self) -> Self::Total;
     /// Adds the next rank's element.
     fn add(total: &mut Self::Total, x: Self);
+    /// The element times a scalar of the type, rounded once.
+    fn times(self, scalar: f64) -> Self;
     /// Multiplies by the next rank's element.
     fn multiply(total: &mut Self::Total, x: Self);
     /// Keeps the smaller.
@@ -88,7 +90,9 @@ macro_rules! integer {
 
             fn recipe(task: &Task) -> Recipe {
                 match task.pattern {
-                    Pattern::Exact => Recipe::exact(task.step, task.world_size, <$T>::MAX as u64),
+                    Pattern::Exact => {
+                        Recipe::exact(task.step, task.world_size, <$T>::MAX as u64 / task.spread())
+                    }
                     Pattern::Random => Recipe::ANY,
                 }
             }
@@ -113,6 +117,11 @@ macro_rules! integer {
 
             fn add(total: &mut i128, x: Self) {
                 *total = total.wrapping_add(i128::from(x));
+            }
+
+            fn times(self, scalar: f64) -> Self {
+                // In the low bits, a product of wrapped factors is the wrapped product.
+                i128::from(self).wrapping_mul(scalar as i128) as $T
             }
 
             fn multiply(total: &mut i128, x: Self) {
@@ -180,7 +189,7 @@ impl Format {
             Step::Add => {
                 // The sum of all ranks' magnitudes stays within half the range. (Where 8-bit floats
                 // saturate a partial result that roundings took further, they move it closer.)
-                let reach = exponent_of(largest / (2.0 * f64::from(task.world_size)));
+                let reach = exponent_of(largest / (2.0 * task.gain() * f64::from(task.world_size)));
                 let lowest_normal = 1 - self.bias;
                 let highest = (reach - 1).min(3).max(lowest_normal);
                 let lowest = (highest - 7).max(lowest_normal);
@@ -293,7 +302,7 @@ impl FloatTotal {
 /// Floats: totals are pairs of `f64`.
 macro_rules! float {
     ($($T:ty: $bits:ty, $fraction:literal, $bias:literal, $largest:literal,
-       $decode:expr, $round:expr;)*) => {$(
+       $decode:expr, $round:expr, $product:expr;)*) => {$(
         impl Element for $T {
             type Total = FloatTotal;
 
@@ -302,7 +311,9 @@ macro_rules! float {
             fn recipe(task: &Task) -> Recipe {
                 let format = Format { fraction: $fraction, bias: $bias };
                 match task.pattern {
-                    Pattern::Exact => Recipe::exact(task.step, task.world_size, 2 << $fraction),
+                    Pattern::Exact => {
+                        Recipe::exact(task.step, task.world_size, (2 << $fraction) / task.spread())
+                    }
                     Pattern::Random => format.random(task, $decode(<$T>::from_bits($largest))),
                 }
             }
@@ -346,6 +357,11 @@ macro_rules! float {
                 total.magnitudes += x.abs();
             }
 
+            fn times(self, scalar: f64) -> Self {
+                let product = $decode(self) * $decode($round(scalar));
+                $round($product(product))
+            }
+
             fn multiply(total: &mut FloatTotal, x: Self) {
                 total.value = total.value.times($decode(x));
             }
@@ -386,13 +402,19 @@ macro_rules! float {
 }
 
 float! {
-    f16: u16, 10, 15, 0x7bff, f16::to_f64, to_f16;
-    bf16: u16, 7, 127, 0x7f7f, bf16::to_f64, to_bf16;
-    f32: u32, 23, 127, 0x7f7f_ffff, f64::from, |x: f64| x as f32;
-    f64: u64, 52, 1023, 0x7fef_ffff_ffff_ffff, |x: f64| x, |x: f64| x;
+    f16: u16, 10, 15, 0x7bff, f16::to_f64, to_f16, in_f32;
+    bf16: u16, 7, 127, 0x7f7f, bf16::to_f64, to_bf16, in_f32;
+    f32: u32, 23, 127, 0x7f7f_ffff, f64::from, |x: f64| x as f32, in_f32;
+    f64: u64, 52, 1023, 0x7fef_ffff_ffff_ffff, |x: f64| x, |x: f64| x, |x: f64| x;
     // float8 rounds a f64 once, to nearest even, and saturates; the tests try it on every boundary.
-    F8E4M3: u8, 3, 7, 0x7e, |x: F8E4M3| E4M3[usize::from(x.to_bits())], F8E4M3::from_f64;
-    F8E5M2: u8, 2, 15, 0x7b, |x: F8E5M2| E5M2[usize::from(x.to_bits())], F8E5M2::from_f64;
+    F8E4M3: u8, 3, 7, 0x7e, |x: F8E4M3| E4M3[usize::from(x.to_bits())], F8E4M3::from_f64, in_f32;
+    F8E5M2: u8, 2, 15, 0x7b, |x: F8E5M2| E5M2[usize::from(x.to_bits())], F8E5M2::from_f64, in_f32;
+}
+
+/// A product as f32 has it. Of elements of up to 24 bits it is exact in f64, so this is one rounding; it matters
+/// beside the type's own only where `bf16` is subnormal.
+fn in_f32(product: f64) -> f64 {
+    f64::from(product as f32)
 }
 
 /// The values of every bit pattern, as float8 decodes them.

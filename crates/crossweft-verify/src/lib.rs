@@ -1,7 +1,8 @@
 //! Test patterns and an independent reference for the results of collectives.
 //!
 //! Tests and benches [`fill`] every rank's input, run a collective, and hand the output to
-//! [`check_all_reduce`], [`check_reduce_scatter`], [`check_reduction`] or [`check_copies`]. [`fingerprint`] tells cheaply whether two
+//! [`check_all_reduce`], [`check_reduce_scatter`], [`check_reduction`] or [`check_copies`]; [`PreMultiplied`] is both
+//! for sums of products, [`RmsNorm`] for what may follow a sum. [`fingerprint`] tells cheaply whether two
 //! ranks hold the same bits.
 //!
 //! The crate shares the names of data types and operations with `crossweft-device` and none of its
@@ -60,12 +61,14 @@
 
 mod element;
 mod exact;
+mod norm;
 mod pattern;
 #[cfg(test)]
 mod tests;
 
 use crossweft_device::{DataType, ReduceOp};
 use element::{Element, F8E4M3, F8E5M2, bf16, f16};
+pub use norm::RmsNorm;
 use pattern::{Step, Task};
 
 /// How inputs are drawn; the crate documentation has the details.
@@ -220,6 +223,48 @@ pub fn check_reduce_scatter(
     with_element!(dtype, T => check::<T>(&task, &inputs, got), unknown => unknown(dtype, op, got))
 }
 
+/// A sum of inputs that are first multiplied by a scalar for each rank, the products rounded to the data type
+/// (those of integers wrap), as NCCL's pre-multiplied sums are.
+///
+/// Scalars must be numbers that the data type holds: of integer types whole ones. Inputs of [`Pattern::Exact`] are
+/// small enough that every partial sum of products is exact, and those of [`Pattern::Random`] that no sum comes
+/// near the largest value; products are rounded in the reference as they are documented, so the bounds of sums hold.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PreMultiplied<'a> {
+    /// How inputs are drawn.
+    pub pattern: Pattern,
+    /// The element type.
+    pub dtype: DataType,
+    /// The seed.
+    pub seed: u64,
+    /// Each rank's scalar; there are as many ranks.
+    pub scalars: &'a [f64],
+}
+
+impl PreMultiplied<'_> {
+    fn task(&self) -> Task<'_> {
+        Task::pre_multiplied(self.pattern, self.seed, self.scalars)
+    }
+
+    /// [`fill`], before the multiplication.
+    pub fn fill(&self, rank: u32, out: &mut [u8]) {
+        with_element!(self.dtype,
+            T => pattern::draw::<T>(&self.task(), rank, 0, T::chunks_mut(out)),
+            unknown => out.fill(0));
+    }
+
+    /// Compares with the sum of block `block` of every rank's products: [`check_all_reduce`] if it is the
+    /// only one, [`check_reduce_scatter`] if there are as many as ranks.
+    #[must_use]
+    pub fn check(&self, block: u32, got: &[u8]) -> Mismatches {
+        let first = u64::from(block) * (got.len() / self.dtype.size()) as u64;
+        let inputs = everyone(&self.task(), first);
+        with_element!(self.dtype,
+            T => check::<T>(&self.task(), &inputs, got),
+            unknown => unknown(self.dtype, ReduceOp::Sum, got))
+    }
+}
+
 /// Compares a block of an output with the reduction of `inputs`, each a block `b` of the input of rank `r` as
 /// `(r, b)`; one of them alone is a copy. All blocks are as long as `got`.
 ///
@@ -350,13 +395,13 @@ fn unknown(dtype: DataType, op: ReduceOp, got: &[u8]) -> Mismatches {
 
 /// The reference results of one block of elements, with the buffers they are computed in.
 struct Totals<'a, T: Element> {
-    task: &'a Task,
+    task: &'a Task<'a>,
     inputs: Vec<T::Bytes>,
     totals: Vec<T::Total>,
 }
 
 impl<'a, T: Element> Totals<'a, T> {
-    fn new(task: &'a Task) -> Self {
+    fn new(task: &'a Task<'a>) -> Self {
         Self {
             task,
             inputs: Vec::with_capacity(BLOCK),
@@ -370,7 +415,11 @@ impl<'a, T: Element> Totals<'a, T> {
         self.inputs.resize(count, T::whole(0, false).to_bytes());
         for &(rank, offset) in inputs {
             pattern::draw::<T>(self.task, rank, offset + first, &mut self.inputs);
-            let inputs = self.inputs.iter().map(|&bytes| T::from_bytes(bytes));
+            let scalar = self.task.scalars.get(rank as usize);
+            let inputs = self.inputs.iter().map(|&bytes| match scalar {
+                None => T::from_bytes(bytes),
+                Some(&scalar) => T::from_bytes(bytes).times(scalar),
+            });
             if self.totals.is_empty() {
                 self.totals.extend(inputs.map(T::start));
                 continue;

@@ -14,7 +14,7 @@ pub(crate) enum Step {
 
 /// What is drawn and computed, apart from the data type.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Task {
+pub(crate) struct Task<'a> {
     pub(crate) pattern: Pattern,
     pub(crate) step: Step,
     /// Whether the total is divided by the world size.
@@ -22,9 +22,11 @@ pub(crate) struct Task {
     pub(crate) seed: u64,
     /// At least 1.
     pub(crate) world_size: u32,
+    /// What each rank's input is multiplied by; empty if by nothing.
+    pub(crate) scalars: &'a [f64],
 }
 
-impl Task {
+impl<'a> Task<'a> {
     /// `None` for an operation that this crate does not know.
     pub(crate) fn new(pattern: Pattern, op: ReduceOp, seed: u64, world_size: u32) -> Option<Self> {
         let (step, average) = match op {
@@ -41,7 +43,38 @@ impl Task {
             average,
             seed,
             world_size: world_size.max(1),
+            scalars: &[],
         })
+    }
+
+    /// The sum of inputs that are multiplied by a scalar for each rank.
+    pub(crate) fn pre_multiplied(pattern: Pattern, seed: u64, scalars: &'a [f64]) -> Self {
+        Self {
+            pattern,
+            step: Step::Add,
+            average: false,
+            seed,
+            world_size: u32::try_from(scalars.len()).unwrap_or(u32::MAX).max(1),
+            scalars,
+        }
+    }
+
+    /// The largest magnitude that an input is multiplied by, if that is above 1.
+    pub(crate) fn gain(&self) -> f64 {
+        self.scalars.iter().fold(1.0, |most, s| s.abs().max(most))
+    }
+
+    /// How many units there are in the largest scalar, or in 1, a unit being the largest power of two up to 1 that
+    /// all scalars are whole multiples of.
+    pub(crate) fn spread(&self) -> u64 {
+        let mut unit = 1.0;
+        for scalar in self.scalars {
+            // Ends at a unit of the scalar's last bit.
+            while (scalar / unit).fract() != 0.0 {
+                unit /= 2.0;
+            }
+        }
+        (self.gain() / unit).ceil() as u64
     }
 }
 

@@ -1,8 +1,8 @@
 //! Naive all-reduces in several orders must pass, and any planted error must be found.
 
 use crate::{
-    Mismatch, Mismatches, Pattern, check_all_reduce, check_copies, check_reduce_scatter,
-    check_reduction,
+    Mismatch, Mismatches, Pattern, PreMultiplied, RmsNorm, check_all_reduce, check_copies,
+    check_reduce_scatter, check_reduction,
     exact::{to_bf16, to_f16},
     fill, fingerprint, reference_all_reduce,
 };
@@ -686,6 +686,123 @@ fn reductions_of_some_blocks_are_compared() {
             "one alone is a copy"
         );
     }
+}
+
+/// Scalars of small whole multiples of a power of two, of every sign; of integers whole ones.
+fn scalars(dtype: DataType, n: usize) -> Vec<f64> {
+    let all = match dtype.is_float() {
+        true => [2.0, -0.5, 1.0, 0.0, 1.5],
+        false => [2.0, 1.0, 0.0, 3.0, 1.0],
+    };
+    all.into_iter().cycle().take(n).collect()
+}
+
+#[test]
+fn sums_of_products_are_those_of_inputs_multiplied_by_hand() {
+    for dtype in DataType::ALL {
+        for pattern in PATTERNS {
+            for n in [1_usize, 2, 5, 8] {
+                let scalars = scalars(dtype, n);
+                let sums = PreMultiplied {
+                    pattern,
+                    dtype,
+                    seed: 7,
+                    scalars: &scalars,
+                };
+                let products: Vec<Vec<Bits>> = (0..n)
+                    .map(|rank| {
+                        let mut input = vec![0; 300 * dtype.size()];
+                        sums.fill(rank as u32, &mut input);
+                        let times = |x: Bits| match dtype.is_float() {
+                            true => encode(dtype, decode(dtype, x) * scalars[rank]),
+                            false => truncate(dtype, integer(dtype, x) * scalars[rank] as i128),
+                        };
+                        elements(dtype, &input).into_iter().map(times).collect()
+                    })
+                    .collect();
+                for order in ORDERS {
+                    let sum = |i: usize| {
+                        let column: Vec<_> = products.iter().map(|rank| rank[i]).collect();
+                        reduce(dtype, ReduceOp::Sum, order, i, &column)
+                    };
+                    let result: Vec<_> = (0..300).map(sum).collect();
+                    let mut got = bytes(dtype, &result);
+                    let what = format!("{pattern:?} {dtype} {order:?} of {n}");
+                    assert_eq!(sums.check(0, &got), Mismatches::default(), "{what}");
+                    // Blocks lie one after another.
+                    let (before, block) = got.split_at(150 * dtype.size());
+                    assert_eq!(sums.check(0, before).wrong, 0, "{what}");
+                    assert_eq!(sums.check(1, block).wrong, 0, "{what}");
+                    if n > 2 {
+                        // The bounds of short floats are too wide for what follows.
+                        continue;
+                    }
+                    got[7 * dtype.size() - 1] ^= 0x40;
+                    assert_eq!(sums.check(0, &got).wrong, 1, "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// What tells a rounded product from one that goes into the sum as it is.
+#[test]
+fn products_are_rounded_to_the_type() {
+    use crate::element::Element;
+    // (1 + 2^-7) * (1 + 2^-6) = 1 + 3 * 2^-7 + 2^-13.
+    let x = bf16::from_f32(1.0 + 1.0 / 128.0);
+    let product = x.times(1.0 + 1.0 / 64.0);
+    assert_eq!(product.to_f64(), 1.0 + 3.0 / 128.0);
+    assert_eq!(100_i8.times(3.0), 44);
+    assert_eq!((-1_i64).times(5.0), -5);
+}
+
+/// A token of four numbers, worked out by hand: their mean square is 4.
+#[test]
+fn a_normalised_token_is_what_it_should_be_and_errors_are_found() {
+    let bytes =
+        |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|x| x.to_ne_bytes()).collect() };
+    let (sums, residual) = (bytes(&[1.0, -3.0, 2.0, 0.5]), bytes(&[1.0, 1.0, 0.0, 1.5]));
+    let after = bytes(&[2.0, -2.0, 2.0, 2.0]);
+    let weight = bytes(&[1.0, 2.0, 0.5, -448.0]);
+    let got = bytes(&[1.0, -2.0, 0.5, -448.0]);
+    let norm = RmsNorm {
+        dtype: DataType::F32,
+        hidden: 4,
+        epsilon: 0.0,
+        residual: Some(&residual),
+        weight: &weight,
+    };
+    assert_eq!(norm.check(&sums, Some(&after), &got), Mismatches::default());
+    for index in 0..4 {
+        let mut wrong = after.clone();
+        wrong[4 * index] ^= 1;
+        let found = norm.check(&sums, Some(&wrong), &got);
+        assert_eq!(found.first.unwrap().index, index as u64);
+        let mut wrong = got.clone();
+        // Some two thousand units in the last place.
+        wrong[4 * index + 1] ^= 0x0f;
+        let found = norm.check(&sums, Some(&after), &wrong);
+        assert_eq!((found.wrong, found.first.unwrap().index), (1, index as u64));
+    }
+    assert_eq!(norm.check(&sums, None, &got).wrong, 1);
+    assert_eq!(norm.check(&sums, Some(&after), &got[4..]).wrong, 1);
+
+    let scale = |largest: f32| largest / 448.0;
+    // 2 and 448 are the largest of two groups; 1 over its scale is 224, -2 is -448, and 0.5 is half a unit.
+    let scales = [2.0 / 448.0, 1.0];
+    let values = [0x76, 0xfe, 0x30, 0xfe];
+    let check = |values: &[u8], scales: &[f32]| {
+        norm.check_quantised(&got, 2, scale, (values, scales)).wrong
+    };
+    assert_eq!(check(&values, &scales), 0);
+    for index in 0..4 {
+        let mut wrong = values;
+        wrong[index] ^= 1;
+        assert_eq!(check(&wrong, &scales), 1);
+    }
+    assert_eq!(check(&values, &[scales[0], 1.5]), 1);
+    assert_eq!(check(&values, &scales[1..]), 1);
 }
 
 #[test]

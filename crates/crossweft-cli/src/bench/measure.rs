@@ -36,8 +36,9 @@ pub(crate) fn run(
     let shape = Shape::new(options, rank, world_size);
     let memory = Memory::new(options, communicator, &shape.spans(max))?;
     // Where nothing is reduced, it does not matter.
-    let op = options.op.unwrap_or(ReduceOp::Sum);
+    let op = options.op.map_or(ReduceOp::Sum, |operation| operation.op);
     let mut prepare = CollectiveOptions::new(options.common.dtype, op, max);
+    prepare.pre_multiply = options.scalar().map_err(usage)?;
     prepare.algorithm = options.algorithm().map_err(usage)?;
     prepare.blocks = options.common.blocks;
     if let Memory::Symmetric { input, output } = &memory {
@@ -53,12 +54,15 @@ pub(crate) fn run(
         call.selector().to_string(),
     );
     let mut printer = Printer::new(options, communicator.rank(), header, sizes.len());
+    let scalar = options.op.and_then(|operation| operation.scalar);
+    let scalars = scalar.map_or_else(Vec::new, |scalar| vec![scalar; world_size as usize]);
     let mut bench = Bench {
         options,
         communicator,
         memory,
         shape,
         op,
+        scalars: &scalars,
         call,
         gate,
         gate_memory: match communicator.device() {
@@ -245,6 +249,8 @@ struct Bench<'a> {
     memory: Memory,
     shape: Shape,
     op: ReduceOp,
+    /// What each rank's input is multiplied by; none if by nothing.
+    scalars: &'a [f64],
     /// What is measured.
     call: PreparedCollective,
     /// A tiny all-reduce that lines the ranks up.
@@ -253,7 +259,7 @@ struct Bench<'a> {
     gate_memory: Option<hal::Memory>,
 }
 
-impl Bench<'_> {
+impl<'a> Bench<'a> {
     /// Measures messages such that the larger of input and output has `bytes` bytes.
     fn size(&mut self, bytes: u64) -> Result<Row, CollectiveError> {
         let world_size = self.communicator.world_size();
@@ -303,11 +309,12 @@ impl Bench<'_> {
         Ok(times)
     }
 
-    fn data(&self, pattern: Pattern) -> TestData {
+    fn data(&self, pattern: Pattern) -> TestData<'a> {
         TestData {
             pattern,
             dtype: self.options.common.dtype,
             op: self.op,
+            scalars: self.scalars,
             seed: self.options.common.seed,
             ranks: self.communicator.world_size(),
         }

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use crossweft_collective::{Algorithm, Collective, DataType, Devices, ReduceOp};
+use crossweft_collective::{Algorithm, Collective, DataType, Devices, Scalar};
 
 use crate::Format;
 use crate::doctor::DEFAULT_RANKS;
 use crate::job::{JobOptions, Start};
-use crate::values::{Device, Size, dtype, names, op};
+use crate::values::{Device, Operation, Size, dtype, names, operation};
 
 /// Options of every collective.
 #[derive(Clone, Debug, Args)]
@@ -78,9 +78,9 @@ pub(crate) enum Buffers {
 pub(crate) struct Reducing {
     #[command(flatten)]
     pub(crate) common: Common,
-    /// Reduce operation.
-    #[arg(long, default_value = "sum", value_parser = op)]
-    pub(crate) op: ReduceOp,
+    /// Reduce operation; `premul:SCALAR` multiplies every rank's input by a number before the sum.
+    #[arg(long, default_value = "sum", value_parser = operation)]
+    pub(crate) op: Operation,
 }
 
 /// Options of collectives from or to one rank.
@@ -101,9 +101,9 @@ pub(crate) struct RootedReducing {
     /// The root.
     #[arg(long, value_name = "RANK", default_value_t = 0)]
     pub(crate) root: u32,
-    /// Reduce operation.
-    #[arg(long, default_value = "sum", value_parser = op)]
-    pub(crate) op: ReduceOp,
+    /// Reduce operation; `premul:SCALAR` multiplies every rank's input by a number before the sum.
+    #[arg(long, default_value = "sum", value_parser = operation)]
+    pub(crate) op: Operation,
 }
 
 /// What is measured, and how.
@@ -111,7 +111,7 @@ pub(crate) struct RootedReducing {
 pub(crate) struct Bench {
     pub(crate) collective: Collective,
     /// Where something is reduced.
-    pub(crate) op: Option<ReduceOp>,
+    pub(crate) op: Option<Operation>,
     pub(crate) common: Common,
 }
 
@@ -133,6 +133,18 @@ impl Bench {
         }
     }
 
+    /// What every rank's input is multiplied by before a sum, if it is.
+    pub(crate) fn scalar(&self) -> Result<Option<Scalar>, String> {
+        let Some(scalar) = self.op.and_then(|op| op.scalar) else {
+            return Ok(None);
+        };
+        let dtype = self.common.dtype;
+        let found = Scalar::new(dtype, scalar);
+        let found =
+            found.ok_or_else(|| format!("--op premul:{scalar}: {dtype} has no such number"))?;
+        Ok(Some(found))
+    }
+
     /// What cannot be told from one option alone.
     pub(crate) fn check(&self) -> Result<(), String> {
         let Common {
@@ -152,6 +164,7 @@ impl Bench {
         {
             return Err(format!("--root {root}, but there are {ranks} ranks"));
         }
+        self.scalar()?;
         let Some(algorithm) = self.algorithm()? else {
             return Ok(());
         };

@@ -98,7 +98,7 @@ impl Row {
             ..
         } = self;
         format!(
-            "{bytes:>12} {count:>12} {dtype:>7} {op:>5} {:>10.2} {:>7.2} {:>7.2} {wrong:>7}  {algorithm:<16}{:>10.2} {:>10.2}",
+            "{bytes:>12} {count:>12} {dtype:>7} {op:>6} {:>10.2} {:>7.2} {:>7.2} {wrong:>7}  {algorithm:<16}{:>10.2} {:>10.2}",
             self.time_us_mean, self.algbw_gbs, self.busbw_gbs, self.time_us_p50, self.time_us_min
         ) + &match (self.graph_us_p50, self.graph_us_min) {
             (Some(p50), Some(min)) => format!(" {p50:>10.2} {min:>10.2}"),
@@ -206,7 +206,7 @@ impl Header {
         let _ = writeln!(text, "# chosen: {chosen}");
         let _ = writeln!(
             text,
-            "#{:>11} {:>12} {:>7} {:>5} {:>10} {:>7} {:>7} {:>7}  {:<16}{:>10} {:>10}",
+            "#{:>11} {:>12} {:>7} {:>6} {:>10} {:>7} {:>7} {:>7}  {:<16}{:>10} {:>10}",
             "size",
             "count",
             "type",

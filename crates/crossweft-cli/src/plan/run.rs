@@ -262,11 +262,12 @@ impl<'a> Task<'a> {
         Ok(wrong)
     }
 
-    fn data(&self, pattern: Pattern, seed: u64) -> TestData {
+    fn data(&self, pattern: Pattern, seed: u64) -> TestData<'_> {
         TestData {
             pattern,
             dtype: self.options.dtype,
             op: self.op,
+            scalars: &[],
             seed,
             ranks: self.plan.world_size(),
         }

@@ -138,6 +138,23 @@ pub struct TwoShot {
     pub source: [u64; MAX_FUSED],
 }
 
+/// The one parameter of a kernel that multiplies elements by a scalar ([`super::scale`]). Addresses are the
+/// device's, aligned to an element.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scale {
+    /// Where the products go: `src`, or no overlap with it.
+    pub dst: u64,
+    /// The elements.
+    pub src: u64,
+    /// Their size in bytes, a whole number of elements.
+    pub bytes: u64,
+    /// Where the scalar is; 0 if it is in `value`.
+    pub scalar: u64,
+    /// The scalar's bits, in the low bytes.
+    pub value: u64,
+}
+
 /// The parameter of the one-shot all-reduce among the kernels for tests. Addresses are the device's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -165,6 +182,7 @@ pub struct OneShotLaunch {
 
 // The host writes what the kernel reads, so neither may find padding where the other has a field.
 const _: () = assert!(size_of::<GpuContext>() == 24);
+const _: () = assert!(size_of::<Scale>() == 40);
 const _: () = assert!(size_of::<OneShotLaunch>() == 80);
 const _: () = assert!(size_of::<Waiting>() == 40);
 const _: () = assert!(size_of::<StatusRecord>() == 32 + size_of::<Waiting>());

@@ -11,6 +11,7 @@ mod launch;
 pub mod lines;
 pub mod packets;
 pub mod reduce;
+pub mod scale;
 pub mod wide;
 
 #[cfg(target_arch = "nvptx64")]
@@ -19,6 +20,6 @@ pub mod block;
 pub mod nvptx;
 
 pub use launch::{
-    GpuContext, MAX_FUSED, OneShot, OneShotLaunch, PlanLaunch, StatusRecord, TwoShot,
+    GpuContext, MAX_FUSED, OneShot, OneShotLaunch, PlanLaunch, Scale, StatusRecord, TwoShot,
 };
 pub use reduce::{GpuReducer, MAX_OPERANDS, TABLE_BYTES};

@@ -1,6 +1,7 @@
 //! Which vector instructions this machine has.
 
 use crossweft_device::reduce::{HostReducer, Isa};
+use crossweft_device::scale::HostScaler;
 use crossweft_device::{DataType, ReduceOp};
 
 /// The best instructions for reductions that this machine has.
@@ -28,6 +29,13 @@ pub fn isa() -> Isa {
 pub fn reducer(dtype: DataType, op: ReduceOp) -> HostReducer {
     // SAFETY: `isa` has just found these instructions.
     unsafe { HostReducer::with_isa(dtype, op, isa()) }
+}
+
+/// The multiplication of `dtype` with this machine's best instructions.
+#[must_use]
+pub fn scaler(dtype: DataType) -> HostScaler {
+    // SAFETY: as above.
+    unsafe { HostScaler::with_isa(dtype, isa()) }
 }
 
 #[cfg(test)]
@@ -113,6 +121,35 @@ mod tests {
                             assert!(found == expected, "{dtype} {op} of {count}, {}", set.name());
                         }
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_gives_the_same_products() {
+        let mut x = 1_u64;
+        let mut next = || {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            x >> 7
+        };
+        let data: Vec<u64> = (0..1003).map(|_| next()).collect();
+        for dtype in DataType::ALL {
+            let scalar = next();
+            let products = |scaler: HostScaler| {
+                let mut out = vec![0_u64; data.len()];
+                let (dst, src) = (out.as_mut_ptr() as u64, data.as_ptr() as u64);
+                let elements = size_of_val(data.as_slice()) / dtype.size();
+                // SAFETY: both have as many bytes.
+                unsafe { scaler.scale(dst, src, elements, &raw const scalar as u64) };
+                out
+            };
+            let expected = products(HostScaler::new(dtype));
+            for set in [Isa::Avx2, Isa::Avx512] {
+                if set <= isa() {
+                    // SAFETY: this machine has more than these instructions.
+                    let found = products(unsafe { HostScaler::with_isa(dtype, set) });
+                    assert!(found == expected, "{dtype}, {}", set.name());
                 }
             }
         }
