@@ -1,6 +1,7 @@
 //! Any words in the memory that ranks share, before and during a launch.
 #![no_main]
 
+#[allow(dead_code, reason = "each target has its part")]
 #[path = "../../crates/crossweft-cli/tests/faults/hostile.rs"]
 mod hostile;
 

@@ -279,6 +279,10 @@ enum class WaitKind : u32 {
   Barrier = 4,
   Acquire = 5,
   Size = 6,
+  Message = 7,
+  Taken = 8,
+  Envelope = 9,
+  Failed = 10,
 };
 
 // `op` of a wait that has no number of its own.
@@ -1175,6 +1179,10 @@ static_assert(static_cast<u32>(WaitKind::FifoDone) == 3);
 static_assert(static_cast<u32>(WaitKind::Barrier) == 4);
 static_assert(static_cast<u32>(WaitKind::Acquire) == 5);
 static_assert(static_cast<u32>(WaitKind::Size) == 6);
+static_assert(static_cast<u32>(WaitKind::Message) == 7);
+static_assert(static_cast<u32>(WaitKind::Taken) == 8);
+static_assert(static_cast<u32>(WaitKind::Envelope) == 9);
+static_assert(static_cast<u32>(WaitKind::Failed) == 10);
 static_assert(NO_OP == 4294967295);
 static_assert(PACKET_PAYLOAD == 4);
 static_assert(PACKET_WORD == 8);

@@ -14,6 +14,7 @@ from ._compile import compile
 from ._crossweft import (
     Communicator,
     Diagnostic,
+    MessageGroup,
     Plan,
     PreparedPlan,
     Report,
@@ -45,6 +46,7 @@ __all__ = [
     "Diagnostic",
     "Error",
     "LaunchError",
+    "MessageGroup",
     "Mismatch",
     "PeerLost",
     "Plan",

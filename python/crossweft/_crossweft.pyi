@@ -13,6 +13,7 @@ __all__ = [
     "Communicator",
     "Diagnostic",
     "Memory",
+    "MessageGroup",
     "Plan",
     "PreparedPlan",
     "Program",
@@ -205,6 +206,25 @@ class Plan:
         """
 
 @final
+class MessageGroup:
+    """A group of sends and receives. Made by Communicator.group."""
+
+    def send(self, tensor: _Tensor, peer: int, *, dtype: _DType | None = None) -> None:
+        """Adds a message to ``peer``. The tensor must stay as it is until the group has run."""
+    def recv(self, tensor: _Tensor, peer: int, *, dtype: _DType | None = None) -> None:
+        """Adds a message from ``peer``."""
+    def run(self) -> None:
+        """Does all that was added, and empties the group. Returns when everything is received."""
+    def __enter__(self) -> MessageGroup: ...
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        """Runs it, unless an error ends the block."""
+
+@final
 class PreparedPlan:
     """A plan that is ready to be called; calls are local and allocate nothing."""
 
@@ -387,6 +407,60 @@ class Communicator:
         stream: int | None = None,
     ) -> _T:
         """Each rank's output is its block of the root's input."""
+    def prepare_messages(self) -> None:
+        """Prepares what messages, and collectives with blocks of any size, need.
+
+        All ranks must call it together; so must they make the first of the calls below, where they have not.
+        """
+    def group(self) -> MessageGroup:
+        """Sends and receives that are done together, so that no order of theirs leads to a deadlock.
+
+        As a context manager it runs in the end.
+        """
+    def send(self, tensor: _Tensor, peer: int, *, dtype: _DType | None = None) -> None:
+        """Sends a host tensor to ``peer``. Returns when it may be changed, maybe before it has been received.
+
+        Messages of two ranks match in the order in which they are sent and received; both sides must give as many
+        elements of the same type, or get a Mismatch.
+        """
+    def recv(self, tensor: _T, peer: int, *, dtype: _DType | None = None) -> _T:
+        """Receives a message of ``peer`` into a host tensor."""
+    def all_to_all_v(
+        self,
+        input: _Tensor,
+        output: _T,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        send_displacements: Sequence[int] | None = None,
+        recv_displacements: Sequence[int] | None = None,
+        dtype: _DType | None = None,
+    ) -> _T:
+        """Sends block ``r`` of the input to rank ``r``, and receives block ``r`` of the output from there.
+
+        Counts and displacements are in elements, by rank; without displacements blocks lie one after another.
+        """
+    def all_gather_v(
+        self,
+        input: _Tensor | None,
+        output: _T,
+        counts: Sequence[int],
+        *,
+        displacements: Sequence[int] | None = None,
+        dtype: _DType | None = None,
+    ) -> _T:
+        """Block ``r`` of every output is the input of rank ``r``; without an input, what it has there already."""
+    def reduce_scatter_v(
+        self,
+        input: _Tensor,
+        output: _T,
+        counts: Sequence[int],
+        *,
+        displacements: Sequence[int] | None = None,
+        op: _Op = "sum",
+        dtype: _DType | None = None,
+    ) -> _T:
+        """The output of rank ``r`` is the reduction of block ``r`` of all inputs, in rank order."""
     def run(
         self,
         plan: Plan,

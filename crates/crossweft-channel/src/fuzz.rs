@@ -1,7 +1,7 @@
 //! The bodies of the fuzz targets: any frames of a peer's proxy, any triggers of a kernel. `fuzz/`
 //! runs them under a fuzzer, the tests below on what a hostile peer might try, and on noise.
 //!
-//! What else a peer may write, the words of shared memory, is in the fuzz target `control_words`:
+//! What else a peer may write, the words of shared memory, is in the fuzz targets `control_words` and `message_words`:
 //! it takes a whole launch to read them.
 #![allow(missing_docs, reason = "for the fuzzer, not for users")]
 #![allow(clippy::unwrap_used, reason = "a panic is how a fuzz target says no")]

@@ -331,6 +331,9 @@ impl Guard<'_> {
         } = *waiting;
         let (place, seen) = match kind {
             WaitKind::Packet => (format!(" from rank {peer}"), epoch_of(seen)),
+            WaitKind::Message => (format!(" from rank {peer}"), seen),
+            WaitKind::Taken | WaitKind::Envelope => (format!(" by rank {peer}"), seen),
+            WaitKind::Failed => (format!(" on rank {peer}"), seen),
             WaitKind::Semaphore => (format!(" from rank {peer} on channel {channel}"), seen),
             WaitKind::Barrier => (format!(" at barrier {channel}"), seen),
             WaitKind::Size => (format!(" by rank {peer} on channel {channel}"), seen),

@@ -202,6 +202,25 @@ fn every_collective_wherever_buffers_lie() {
 }
 
 #[test]
+fn messages_wherever_buffers_lie() {
+    for buffers in ["symmetric", "private"] {
+        for (ranks, how) in [(1, ""), (2, "--threads"), (3, "")] {
+            let arguments = format!(
+                "--device cpu --ranks {ranks} {how} --buffers {buffers} --dtype f16 --min 6 --max 1M \
+                 --factor 400"
+            );
+            let ring = report_of("send-recv", &arguments);
+            assert_right(&ring, &[6, 2400, 960_000]);
+            assert_eq!(ring["rows"][0]["algorithm"], "messages");
+            let all = report_of("all-to-all-v", &arguments);
+            let whole = |bytes: u64| bytes / (2 * ranks) * 2 * ranks;
+            assert_right(&all, &[6, 2400, 960_000].map(whole));
+            assert_eq!(all["collective"], "all_to_all");
+        }
+    }
+}
+
+#[test]
 fn a_table_of_each_collective() {
     for (collective, direct, _) in OTHERS {
         let output = run(&format!(
@@ -294,6 +313,14 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
         ),
         ("bench broadcast --op sum", "unexpected argument '--op'"),
         ("bench all-gather --root 1", "unexpected argument '--root'"),
+        (
+            "bench send-recv --in-place",
+            "--in-place is for plans; these are sends and receives",
+        ),
+        (
+            "bench all-to-all-v --algorithm direct",
+            "--algorithm is for plans",
+        ),
         ("bench all-broadcast", "unrecognized subcommand"),
         ("frobnicate", "unrecognized subcommand"),
     ] {

@@ -13,6 +13,7 @@ use crossweft_plan::{Collective, Plan};
 use crate::collective::{CollectiveOptions, PreparedCollective};
 use crate::devices::Devices;
 use crate::error::CollectiveError;
+use crate::exchange::{Exchange, ExchangeOptions};
 use crate::rms_norm::{AllReduceRmsNorm, RmsNormOptions};
 
 /// How a communicator behaves.
@@ -276,6 +277,16 @@ impl Communicator {
         PreparedCollective::prepare(self, collective, options)
     }
 
+    /// Prepares sends and receives between all pairs of ranks, and collectives with blocks of any size.
+    /// Collective; blocks.
+    ///
+    /// # Errors
+    /// [`CollectiveError`]: ranks disagree, the options cannot be, no memory, a peer died or runs on another host,
+    /// or ranks compute on GPUs.
+    pub fn exchange(&self, options: &ExchangeOptions) -> Result<Exchange, CollectiveError> {
+        Exchange::prepare(self, options)
+    }
+
     /// Prepares any plan, for buffers anywhere. Collective; blocks.
     ///
     /// # Errors
@@ -365,6 +376,10 @@ impl SymmetricBuffer {
     /// [`CollectiveError::Hal`] if the range lies outside.
     pub fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), CollectiveError> {
         Ok(self.memory.local().read(offset, data)?)
+    }
+
+    pub(crate) fn memory(&self) -> &RegisteredMemory {
+        &self.memory
     }
 
     /// The registered memory itself, for plans that are prepared by hand.

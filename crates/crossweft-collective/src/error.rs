@@ -1,5 +1,5 @@
 use crossweft_channel::{ChannelError, StopCause};
-use crossweft_executor::ExecutorError;
+use crossweft_executor::{ExchangeError, ExecutorError};
 use crossweft_hal::HalError;
 use crossweft_net::NetError;
 use crossweft_plan::PlanError;
@@ -19,6 +19,9 @@ pub enum CollectiveError {
     /// A plan could not be prepared or launched.
     #[error(transparent)]
     Executor(#[from] ExecutorError),
+    /// Sends and receives could not be prepared, or have failed.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeError),
     /// The device failed.
     #[error(transparent)]
     Hal(#[from] HalError),
@@ -55,18 +58,20 @@ impl CollectiveError {
     #[must_use]
     pub fn is_lost_peer_or_timeout(&self) -> bool {
         match self {
-            Self::Executor(ExecutorError::Channel { source, .. }) | Self::Channel(source) => {
-                match source {
-                    ChannelError::Bootstrap { source, .. } => lost_or_late(source),
-                    ChannelError::Stopped { .. } => true,
-                    _ => false,
-                }
-            }
+            Self::Executor(ExecutorError::Channel { source, .. })
+            | Self::Exchange(ExchangeError::Channel { source })
+            | Self::Channel(source) => match source {
+                ChannelError::Bootstrap { source, .. } => lost_or_late(source),
+                ChannelError::Stopped { .. } => true,
+                _ => false,
+            },
             Self::Net(source) => lost_or_late(source),
-            Self::Executor(ExecutorError::Interrupted { cause, .. }) => {
+            Self::Executor(ExecutorError::Interrupted { cause, .. })
+            | Self::Exchange(ExchangeError::Interrupted { cause, .. }) => {
                 !matches!(**cause, StopCause::Mismatch { .. })
             }
             Self::Executor(error) => matches!(error, ExecutorError::Poisoned { .. }),
+            Self::Exchange(error) => matches!(error, ExchangeError::Poisoned { .. }),
             _ => false,
         }
     }

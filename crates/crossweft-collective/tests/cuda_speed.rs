@@ -7,8 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Algorithm, AllReduceOptions, CollectiveError, CommunicatorOptions, DataType, ReduceOp,
-    run_in_threads_on,
+    Algorithm, CollectiveError, CommunicatorOptions, DataType, ReduceOp, run_in_threads_on,
 };
 use crossweft_device::Raw;
 use crossweft_device::executor::Counters;

@@ -30,6 +30,7 @@ pub mod block;
 pub mod channel;
 pub mod dtype;
 pub mod element;
+pub mod exchange;
 pub mod executor;
 pub mod extent;
 pub mod fifo;

@@ -35,6 +35,14 @@ pub enum WaitKind {
     Acquire = 5,
     /// A peer's message to have this rank's size: `expected` and `seen` are bytes.
     Size = 6,
+    /// A message in a stream: `expected` and `seen` are the flag of its next slot.
+    Message = 7,
+    /// A peer to take what was sent to it: `expected` and `seen` count slots of the stream.
+    Taken = 8,
+    /// A message to be what was asked for; the exchange's [`Fault`](crate::exchange::Fault) says more.
+    Envelope = 9,
+    /// A rank whose exchange has failed.
+    Failed = 10,
 }
 
 impl WaitKind {
@@ -48,6 +56,10 @@ impl WaitKind {
             4 => Self::Barrier,
             5 => Self::Acquire,
             6 => Self::Size,
+            7 => Self::Message,
+            8 => Self::Taken,
+            9 => Self::Envelope,
+            10 => Self::Failed,
             _ => Self::Semaphore,
         }
     }
@@ -63,6 +75,10 @@ impl WaitKind {
             Self::Barrier => "the other thread blocks",
             Self::Acquire => "another thread block",
             Self::Size => "a call of the same size",
+            Self::Message => "a message",
+            Self::Taken => "a message to be received",
+            Self::Envelope => "a message of the same size and type",
+            Self::Failed => "an exchange that has failed",
         }
     }
 }

@@ -71,6 +71,10 @@ fn numbers() -> Vec<String> {
         WaitKind::Barrier,
         WaitKind::Acquire,
         WaitKind::Size,
+        WaitKind::Message,
+        WaitKind::Taken,
+        WaitKind::Envelope,
+        WaitKind::Failed,
     ];
     let stopped = [Stopped::Aborted, Stopped::Deadline, Stopped::Mismatch];
     let named = stopped

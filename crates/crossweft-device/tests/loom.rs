@@ -15,8 +15,13 @@
 #![cfg(loom)]
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::rc::Rc;
 
+use crossweft_device::exchange::{
+    self, Direction, Envelope, Exchange, Incoming, Mapped, NO_MEMORY, NONE, Outgoing, State,
+    Streams, Transfer, Transfers,
+};
 use crossweft_device::executor::run_block;
 use crossweft_device::fifo::{Fifo, TRIGGER_BYTES, Trigger, TriggerKind};
 use crossweft_device::packet::{self, copy_from_packets, copy_to_packets, flag_of};
@@ -47,6 +52,8 @@ struct LoomMemory {
     words: Vec<Word>,
     atomics: u64,
     fences: bool,
+    /// Release stores here are relaxed.
+    relaxed: Range<u64>,
 }
 
 impl LoomMemory {
@@ -57,6 +64,19 @@ impl LoomMemory {
             words: atomic.chain(plain).collect(),
             atomics,
             fences: true,
+            relaxed: 0..0,
+        }
+    }
+
+    /// An arena in any order; `is_atomic` says which words are.
+    fn mixed(is_atomic: impl IntoIterator<Item = bool>) -> Self {
+        let word = |is_atomic| match is_atomic {
+            true => Word::Atomic(AtomicU64::new(0)),
+            false => Word::Plain(UnsafeCell::new(0)),
+        };
+        Self {
+            words: is_atomic.into_iter().map(word).collect(),
+            ..Self::new(0, 0)
         }
     }
 
@@ -123,7 +143,11 @@ impl Memory for LoomMemory {
     }
 
     unsafe fn store_release(&self, addr: u64, value: u64) {
-        self.at(addr).store(value, Ordering::Release);
+        let order = match self.relaxed.contains(&addr) {
+            true => Ordering::Relaxed,
+            false => Ordering::Release,
+        };
+        self.at(addr).store(value, order);
     }
 
     unsafe fn add(&self, addr: u64, value: u64) {
@@ -1088,5 +1112,280 @@ fn blocks_of_a_rank_meet_at_a_barrier_and_one_of_them_ends_the_execution() {
         for i in 0..4 {
             assert_eq!(read(&memory, output + i * 8), 10 + i);
         }
+    });
+}
+
+// ---- streams ----
+
+/// Words of a slot: four of header and one of payload.
+const SLOT_WORDS: u64 = 5;
+/// Words of a line, all of which are stored and loaded.
+const LINE_WORDS: u64 = 8;
+
+/// What two ranks exchange, and in what. Words of the arena: for each rank the line that its peer reports on and
+/// the ring that it receives in, and then what is its own: streams, the fault, a registered memory's places,
+/// transfers, chains and buffers.
+#[derive(Clone, Copy)]
+struct Pair {
+    slots: u64,
+    /// Words of each message from rank 0 to rank 1, and of each the other way.
+    messages: [&'static [u64]; 2],
+    offered: bool,
+}
+
+/// Words of a rank's own: two streams, a fault, two places, transfers, chains.
+const STREAMS: u64 = 0;
+const FAULT: u64 = STREAMS + 16;
+const MAPPED: u64 = FAULT + 5;
+const TRANSFERS: u64 = MAPPED + 4;
+const CHAINS: u64 = TRANSFERS + 6 * 8;
+const BUFFERS: u64 = CHAINS + 1;
+const OWN_WORDS: u64 = BUFFERS + 12;
+
+impl Pair {
+    fn shared_words(&self) -> u64 {
+        LINE_WORDS + self.slots * SLOT_WORDS
+    }
+
+    fn memory(&self) -> LoomMemory {
+        let line = (0..LINE_WORDS).map(|_| true);
+        let ring = (0..self.slots).flat_map(|_| (0..SLOT_WORDS).map(|word| word == 0));
+        let own = (0..OWN_WORDS).map(|_| false);
+        let rank: Vec<_> = line.chain(ring).chain(own).collect();
+        LoomMemory::mixed([rank.clone(), rank].concat())
+    }
+
+    fn line(&self, rank: u64) -> u64 {
+        BASE + rank * (self.shared_words() + OWN_WORDS) * 8
+    }
+
+    fn ring(&self, rank: u64) -> u64 {
+        self.line(rank) + LINE_WORDS * 8
+    }
+
+    fn own(&self, rank: u64, word: u64) -> u64 {
+        self.line(rank) + (self.shared_words() + word) * 8
+    }
+
+    fn value(from: u64, message: u64, word: u64) -> u64 {
+        from << 32 | message << 16 | (word + 1)
+    }
+
+    /// One launch of rank `me`; its messages must arrive.
+    fn run(&self, memory: &Rc<LoomMemory>, me: u64) -> Result<(), Stopped> {
+        let peer = 1 - me;
+        let own = |word| self.own(me, word);
+        let streams = Streams {
+            outgoing: Outgoing {
+                ring: self.ring(peer),
+                reports: self.line(me),
+                ..Outgoing::default()
+            },
+            incoming: Incoming {
+                ring: self.ring(me),
+                reports: self.line(peer),
+                ..Incoming::default()
+            },
+        };
+        let mapped = Mapped {
+            address: self.own(peer, BUFFERS),
+            bytes: 12 * 8,
+        };
+        // SAFETY: of both, here and below: the arena has room for them.
+        unsafe {
+            memory.write(own(STREAMS + peer * 8), streams);
+            memory.write(own(MAPPED + peer * 2), mapped);
+        }
+        let (mut count, mut chains, mut used) = (0, 0, 0);
+        let mut received = Vec::new();
+        for (direction, from) in [(Direction::Send, me), (Direction::Receive, peer)] {
+            let messages = self.messages[from as usize];
+            for (index, &words) in (0..).zip(messages) {
+                if index == 0 {
+                    let at = own(CHAINS) + chains * 4;
+                    // SAFETY: as above.
+                    unsafe { memory.write(at, count) };
+                    chains += 1;
+                }
+                let address = own(BUFFERS + used);
+                if direction == Direction::Send {
+                    for word in 0..words {
+                        write(memory, address + word * 8, Self::value(from, index, word));
+                    }
+                } else {
+                    received.push((address, index, words));
+                }
+                let transfer = Transfer {
+                    address,
+                    envelope: Envelope {
+                        bytes: words * 8,
+                        kind: 1,
+                    },
+                    place: used * 8,
+                    done: 0,
+                    peer: peer as u32,
+                    direction,
+                    memory: if self.offered { 0 } else { NO_MEMORY },
+                    next: match index + 1 < messages.len() as u64 {
+                        true => count + 1,
+                        false => NONE,
+                    },
+                    op: 0,
+                    state: State::New,
+                };
+                // SAFETY: as above.
+                unsafe { memory.write(own(TRANSFERS + u64::from(count) * 8), transfer) };
+                count += 1;
+                used += words;
+            }
+        }
+        let exchange = Exchange {
+            streams: own(STREAMS),
+            mapped: own(MAPPED),
+            fault: own(FAULT),
+            boards: 0,
+            slot_bytes: SLOT_WORDS * 8,
+            slots: self.slots as u32,
+            rank: me as u32,
+            ranks: 2,
+            element: 8,
+            memories: 1,
+        };
+        let transfers = Transfers {
+            transfers: own(TRANSFERS),
+            chains: own(CHAINS),
+            count: chains as u32,
+            blocks: 1,
+        };
+        let block = LoomBlock::new(memory);
+        // SAFETY: as above; each rank has its own tables and buffers.
+        unsafe { exchange::run_block(&block, &LoomReducer, &exchange, &transfers, 0)? };
+        for (address, index, words) in received {
+            for word in 0..words {
+                let value = Self::value(peer, index, word);
+                assert_eq!(read(memory, address + word * 8), value);
+            }
+        }
+        // The buffers of sends may be changed now.
+        for word in 0..self.messages[me as usize].iter().sum() {
+            write(memory, own(BUFFERS + word), 0);
+        }
+        Ok(())
+    }
+
+    /// Both ranks, with release stores relaxed where `relaxed` says.
+    fn model(self, preemptions: Option<usize>, relaxed: fn(&Self) -> Range<u64>) {
+        bounded_model(preemptions, move || {
+            let memory = Rc::new({
+                let mut memory = self.memory();
+                memory.relaxed = relaxed(&self);
+                memory
+            });
+            let there = {
+                let memory = memory.clone();
+                thread::spawn(move || self.run(&memory, 1).expect("nothing stops it"))
+            };
+            self.run(&memory, 0).expect("nothing stops it");
+            join(there);
+        });
+    }
+}
+
+fn nowhere(_: &Pair) -> Range<u64> {
+    0..0
+}
+
+#[test]
+fn messages_go_round_a_ring_of_slots() {
+    let messages: [&[u64]; 2] = [&[1, 0, 1], &[]];
+    Pair {
+        slots: 2,
+        messages,
+        offered: false,
+    }
+    .model(None, nowhere);
+}
+
+#[test]
+fn messages_larger_than_the_ring_both_ways() {
+    let messages: [&[u64]; 2] = [&[2], &[2]];
+    Pair {
+        slots: 1,
+        messages,
+        offered: false,
+    }
+    .model(Some(2), nowhere);
+}
+
+#[test]
+fn an_offered_message_is_read_before_its_buffer_changes() {
+    let messages: [&[u64]; 2] = [&[2, 1], &[]];
+    Pair {
+        slots: 2,
+        messages,
+        offered: true,
+    }
+    .model(None, nowhere);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_a_relaxed_flag_publishes_no_message() {
+    let messages: [&[u64]; 2] = [&[1], &[]];
+    Pair {
+        slots: 1,
+        messages,
+        offered: false,
+    }
+    .model(None, |pair| pair.ring(1)..pair.ring(1) + 8);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_a_slot_given_back_without_order() {
+    let messages: [&[u64]; 2] = [&[2], &[]];
+    Pair {
+        slots: 1,
+        messages,
+        offered: false,
+    }
+    .model(None, |pair| pair.line(0)..pair.line(0) + 8);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_an_offer_given_back_without_order() {
+    let messages: [&[u64]; 2] = [&[2], &[]];
+    Pair {
+        slots: 1,
+        messages,
+        offered: true,
+    }
+    .model(None, |pair| pair.line(0)..pair.line(0) + 8);
+}
+
+#[test]
+fn a_refusal_is_heard_by_the_sender_with_both_sizes() {
+    model(|| {
+        // Rank 0 sends two words, rank 1 asks for one.
+        let pair = |words: &'static [u64]| Pair {
+            slots: 1,
+            messages: [words, &[]],
+            offered: false,
+        };
+        let memory = Rc::new(pair(&[2]).memory());
+        let there = {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                assert_eq!(pair(&[1]).run(&memory, 1), Err(Stopped::Mismatch));
+            })
+        };
+        let sender = pair(&[2]);
+        assert_eq!(sender.run(&memory, 0), Err(Stopped::Mismatch));
+        // SAFETY: the record lies in the arena.
+        let fault: exchange::Fault = unsafe { memory.read(sender.own(0, FAULT)) };
+        assert_eq!((fault.sender, fault.receiver), (0, 1));
+        assert_eq!((fault.sent.bytes, fault.wanted.bytes), (16, 8));
+        join(there);
     });
 }

@@ -7,12 +7,15 @@
 //!
 //! [`Staged`] takes buffers anywhere, through registered memory where the plan asks for it.
 //!
-//! `unsafe` is confined to the modules `launch`, which hands those tables to the device code, `cuda` and
+//! [`Exchange`] is for messages between pairs of ranks that no plan knows beforehand.
+//!
+//! `unsafe` is confined to the modules `launch` and `exchange`, which hand tables to the device code, `cuda` and
 //! `staged`, which do so on a GPU, `pre_multiply`, and `turn`.
 #![deny(missing_docs, unsafe_code)]
 
 mod cuda;
 mod error;
+mod exchange;
 mod fused;
 mod launch;
 mod pre_multiply;
@@ -24,6 +27,9 @@ mod turn;
 pub use crossweft_hal::cpu::{Schedule, Stream};
 pub use cuda::{Recorded, Together};
 pub use error::ExecutorError;
+pub use exchange::{
+    Destination, Exchange, ExchangeError, ExchangeOptions, Kind, Messages, Purpose, Source,
+};
 pub use fused::fused_form;
 pub use launch::RawBuffers;
 pub use pre_multiply::Scalar;

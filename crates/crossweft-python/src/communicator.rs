@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crossweft_collective::{
     Collective, CollectiveOptions, Communicator as Core, CommunicatorOptions, DataType, Devices,
-    PreparedCollective, ReduceOp, Scalar,
+    Exchange, ExchangeOptions, PreparedCollective, ReduceOp, Scalar,
 };
 use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
 use crossweft_hal::{Device, cuda};
@@ -16,6 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{self, Exception};
+use crate::exchange::{self, Call, Layout, Message, MessageGroup, Way};
 use crate::plan::{self, Plan};
 use crate::tensor::{Place, Tensor};
 use crate::wait::{Signals, interruptible};
@@ -103,6 +104,7 @@ pub(crate) struct Communicator {
     replaced: Mutex<Vec<Arc<Staged>>>,
     replaced_collectives: Mutex<Vec<Arc<Prepared>>>,
     collectives: Mutex<HashMap<CollectiveKey, Arc<Prepared>>>,
+    exchange: Mutex<Option<Exchange>>,
 }
 
 /// What a plan is prepared for, apart from the size.
@@ -182,6 +184,7 @@ impl Communicator {
             replaced: Mutex::default(),
             replaced_collectives: Mutex::default(),
             collectives: Mutex::default(),
+            exchange: Mutex::default(),
         })
     }
 
@@ -195,7 +198,16 @@ impl Communicator {
         done.map_err(|error| self.failed(&error))
     }
 
-    fn failed(&self, error: &crossweft_collective::CollectiveError) -> PyErr {
+    /// The streams between all pairs. Collective if they are not there yet.
+    pub(crate) fn exchange(&self, py: Python<'_>) -> PyResult<Exchange> {
+        if let Some(found) = &*lock(&self.exchange) {
+            return Ok(found.clone());
+        }
+        let made = self.together(py, |core| core.exchange(&ExchangeOptions::default()))?;
+        Ok(lock(&self.exchange).get_or_insert(made).clone())
+    }
+
+    pub(crate) fn failed(&self, error: &crossweft_collective::CollectiveError) -> PyErr {
         self.signals.or(error::of_call(error, Some(&self.core)))
     }
 
@@ -875,6 +887,108 @@ impl Communicator {
             dtype,
             stream,
         )
+    }
+
+    /// Prepares what messages need.
+    fn prepare_messages(&self, py: Python<'_>) -> PyResult<()> {
+        self.exchange(py).map(drop)
+    }
+
+    /// A group of sends and receives that are done together.
+    fn group(this: Bound<'_, Self>) -> MessageGroup {
+        MessageGroup::new(this.unbind())
+    }
+
+    /// Sends a message to `peer`.
+    #[pyo3(signature = (tensor, peer, *, dtype = None))]
+    fn send(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        peer: u32,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let message = Message::new(Way::Send, tensor, peer, dtype)?;
+        exchange::run(tensor.py(), self, &mut [message])
+    }
+
+    /// Receives a message from `peer`.
+    #[pyo3(signature = (tensor, peer, *, dtype = None))]
+    fn recv<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        peer: u32,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let message = Message::new(Way::Receive, tensor, peer, dtype)?;
+        exchange::run(tensor.py(), self, &mut [message])?;
+        Ok(tensor.clone())
+    }
+
+    /// Block `r` of the input goes to rank `r`, block `r` of the output comes from there.
+    #[pyo3(signature = (
+        input, output, send_counts, recv_counts, *, send_displacements = None, recv_displacements = None,
+        dtype = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "they are Python's, by keyword")]
+    fn all_to_all_v<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: &Bound<'py, PyAny>,
+        send_counts: Vec<u64>,
+        recv_counts: Vec<u64>,
+        send_displacements: Option<Vec<u64>>,
+        recv_displacements: Option<Vec<u64>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let layout = |counts, displacements| Layout {
+            counts,
+            displacements,
+        };
+        let call = Call::AllToAll {
+            sent: layout(send_counts, send_displacements),
+            received: layout(recv_counts, recv_displacements),
+        };
+        exchange::collective(self, &call, input, output, dtype)
+    }
+
+    /// Block `r` of every output is rank `r`'s input.
+    #[pyo3(signature = (input, output, counts, *, displacements = None, dtype = None))]
+    fn all_gather_v<'py>(
+        &self,
+        input: Option<&Bound<'py, PyAny>>,
+        output: &Bound<'py, PyAny>,
+        counts: Vec<u64>,
+        displacements: Option<Vec<u64>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let layout = Layout {
+            counts,
+            displacements,
+        };
+        let call = match input {
+            Some(_) => Call::AllGather(layout),
+            None => Call::AllGatherInPlace(layout),
+        };
+        exchange::collective(self, &call, input.unwrap_or(output), output, dtype)
+    }
+
+    /// Rank `r`'s output is the reduction of block `r` of all inputs.
+    #[pyo3(signature = (input, output, counts, *, displacements = None, op = "sum", dtype = None))]
+    fn reduce_scatter_v<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        output: &Bound<'py, PyAny>,
+        counts: Vec<u64>,
+        displacements: Option<Vec<u64>>,
+        op: &str,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let layout = Layout {
+            counts,
+            displacements,
+        };
+        let call = Call::ReduceScatter(layout, plan::reduce_op(op)?);
+        exchange::collective(self, &call, input, output, dtype)
     }
 
     /// Runs a plan, which is prepared when it is first seen.

@@ -1,7 +1,7 @@
 //! Errors of the crates as exceptions of `crossweft.errors`.
 
 use crossweft_channel::{ChannelError, StopCause};
-use crossweft_collective::{CollectiveError, Communicator};
+use crossweft_collective::{CollectiveError, Communicator, ExchangeError};
 use crossweft_executor::ExecutorError;
 use crossweft_net::{Failure, NetError};
 use crossweft_plan::PlanError;
@@ -103,6 +103,7 @@ fn collective(error: &CollectiveError, failure: Option<&Failure>) -> Exception {
         CollectiveError::Net(source) => net(source),
         CollectiveError::Channel(source) => channel(source, message, failure),
         CollectiveError::Executor(source) => executor(source, message, failure),
+        CollectiveError::Exchange(source) => exchange(source, message, failure),
         CollectiveError::Plan(source) => plan(source),
         CollectiveError::Hal(_) => Exception::new("DeviceError", message),
         CollectiveError::Usage { rank, .. } => {
@@ -221,6 +222,27 @@ fn executor(error: &ExecutorError, message: String, failure: Option<&Failure>) -
             .number("rank", *rank)
             .number("thread_block", *block)
             .text("op", op),
+        _ => Exception::new("Error", message),
+    }
+}
+
+fn exchange(error: &ExchangeError, message: String, failure: Option<&Failure>) -> Exception {
+    match error {
+        ExchangeError::Channel { source } => channel(source, message, failure),
+        ExchangeError::Hal { .. } => Exception::new("DeviceError", message),
+        ExchangeError::Usage { rank, .. } => {
+            Exception::new("UsageError", message).number("rank", *rank)
+        }
+        ExchangeError::Mismatch { rank, peer, .. }
+        | ExchangeError::PeerFailed { rank, peer, .. } => Exception::new("Mismatch", message)
+            .number("rank", *rank)
+            .number("peer", *peer),
+        ExchangeError::Poisoned { rank } => {
+            Exception::new("Poisoned", message).number("rank", *rank)
+        }
+        ExchangeError::Interrupted { rank, cause, .. } => {
+            stopped(cause, message, failure).number("rank", *rank)
+        }
         _ => Exception::new("Error", message),
     }
 }

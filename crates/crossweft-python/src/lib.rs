@@ -5,6 +5,7 @@
 //! * `plan`: plans, reports of the checker;
 //! * `language`: programs, recorded with the line of the caller;
 //! * `communicator`: communicators, unique ids, prepared plans;
+//! * `exchange`: messages between pairs of ranks, collectives with blocks of any size;
 //! * `tensor`: memory of other libraries (`dlpack`, `buffer`), with the only `unsafe` code;
 //! * `error`: exceptions, whose classes are `crossweft.errors`;
 //! * `wait`: waits that leave the interpreter to others and end at a signal.
@@ -18,6 +19,7 @@ mod buffer;
 mod communicator;
 mod dlpack;
 mod error;
+mod exchange;
 mod language;
 mod plan;
 mod tensor;
@@ -28,6 +30,8 @@ mod wait;
 mod _crossweft {
     #[pymodule_export]
     use super::communicator::{Communicator, PreparedPlan, UniqueId};
+    #[pymodule_export]
+    use super::exchange::MessageGroup;
     #[pymodule_export]
     use super::language::{Channel, Chunk, Memory, Program, Semaphore, Switch, caller_of_package};
     #[pymodule_export]

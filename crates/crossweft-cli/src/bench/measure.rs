@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Collective, CollectiveError, CollectiveOptions, Communicator, DataType, PreparedCollective,
-    ReduceOp, SymmetricBuffer,
+    Blocks, Collective, CollectiveError, CollectiveOptions, Communicator, DataType, Exchange,
+    ExchangeOptions, PreparedCollective, ReduceOp, SymmetricBuffer,
 };
 use crossweft_hal as hal;
 use crossweft_verify::{Pattern, fingerprint};
@@ -37,22 +37,25 @@ pub(crate) fn run(
     let memory = Memory::new(options, communicator, &shape.spans(max))?;
     // Where nothing is reduced, it does not matter.
     let op = options.op.map_or(ReduceOp::Sum, |operation| operation.op);
-    let mut prepare = CollectiveOptions::new(options.common.dtype, op, max);
-    prepare.pre_multiply = options.scalar().map_err(usage)?;
-    prepare.algorithm = options.algorithm().map_err(usage)?;
-    prepare.blocks = options.common.blocks;
-    if let Memory::Symmetric { input, output } = &memory {
-        prepare = prepare.symmetric(input, output);
-    }
-    let call = communicator.collective(options.collective, prepare)?;
+    let call = if options.messages {
+        let mut prepare = ExchangeOptions::default();
+        if let Memory::Symmetric { input, .. } = &memory {
+            prepare = prepare.symmetric(input);
+        }
+        Call::Messages(communicator.exchange(&prepare)?)
+    } else {
+        let mut prepare = CollectiveOptions::new(options.common.dtype, op, max);
+        prepare.pre_multiply = options.scalar().map_err(usage)?;
+        prepare.algorithm = options.algorithm().map_err(usage)?;
+        prepare.blocks = options.common.blocks;
+        if let Memory::Symmetric { input, output } = &memory {
+            prepare = prepare.symmetric(input, output);
+        }
+        Call::Plans(communicator.collective(options.collective, prepare)?)
+    };
     let gate = communicator.all_reduce(CollectiveOptions::new(DataType::U64, ReduceOp::Sum, 8))?;
 
-    let header = Header::new(
-        options,
-        communicator,
-        (started_as, machine),
-        call.selector().to_string(),
-    );
+    let header = Header::new(options, communicator, (started_as, machine), call.chosen());
     let mut printer = Printer::new(options, communicator.rank(), header, sizes.len());
     let scalar = options.op.and_then(|operation| operation.scalar);
     let scalars = scalar.map_or_else(Vec::new, |scalar| vec![scalar; world_size as usize]);
@@ -79,6 +82,32 @@ pub(crate) fn run(
     }
     printer.end();
     Ok(all_wrong)
+}
+
+/// What is measured.
+enum Call {
+    /// A plan for each size.
+    Plans(PreparedCollective),
+    /// Sends and receives.
+    Messages(Exchange),
+}
+
+impl Call {
+    fn chosen(&self) -> String {
+        match self {
+            Self::Plans(call) => call.selector().to_string(),
+            Self::Messages(_) => "messages of any size (through slots, or read by their receiver \
+                                  where large and in symmetric memory)"
+                .to_owned(),
+        }
+    }
+
+    fn algorithm(&self, message: u64) -> &'static str {
+        match self {
+            Self::Plans(call) => call.explain(message).algorithm.name(),
+            Self::Messages(_) => "messages",
+        }
+    }
 }
 
 /// Of how many messages input and output are, and how they lie in one buffer.
@@ -252,7 +281,7 @@ struct Bench<'a> {
     /// What each rank's input is multiplied by; none if by nothing.
     scalars: &'a [f64],
     /// What is measured.
-    call: PreparedCollective,
+    call: Call,
     /// A tiny all-reduce that lines the ranks up.
     gate: PreparedCollective,
     /// What it works on, on a GPU.
@@ -272,7 +301,7 @@ impl<'a> Bench<'a> {
         let (times, wrong) = self.gather(&times, wrong)?;
         let graph = self.time_in_graph(message)?;
         let (graph, _) = self.gather(&graph, 0)?;
-        let algorithm = self.call.explain(message).algorithm.name();
+        let algorithm = self.call.algorithm(message);
         Ok(Row::new(
             self.options,
             world_size,
@@ -288,6 +317,9 @@ impl<'a> Bench<'a> {
     /// microseconds; nothing on a CPU, or in private memory.
     fn time_in_graph(&self, message: u64) -> Result<Vec<f64>, CollectiveError> {
         const REPLAYS: usize = 11;
+        let Call::Plans(call) = &self.call else {
+            return Ok(Vec::new());
+        };
         if matches!(self.communicator.device(), hal::Device::Cpu)
             || !matches!(self.memory, Memory::Symmetric { .. })
             || message == 0
@@ -295,7 +327,7 @@ impl<'a> Bench<'a> {
             return Ok(Vec::new());
         }
         let calls = if message < 1 << 20 { 100 } else { 20 };
-        let recorded = self.call.record_symmetric(0, 0, message, calls)?;
+        let recorded = call.record_symmetric(0, 0, message, calls)?;
         let limit = self.communicator.timeout();
         let mut times = Vec::new();
         for replay in 0..=REPLAYS {
@@ -371,17 +403,25 @@ impl<'a> Bench<'a> {
 
     fn call(&mut self, message: u64) -> Result<(), CollectiveError> {
         let spans = self.shape.spans(message);
-        match &mut self.memory {
-            Memory::Symmetric { .. } => self.call.run_symmetric(0, 0, message),
-            Memory::Private { input, .. } if self.shape.in_place => {
-                self.call.run_in_place(&mut input[..spans.larger])
+        let call = match &self.call {
+            Call::Plans(call) => call,
+            Call::Messages(exchange) => {
+                let communicator = self.communicator;
+                let ranks = (communicator.rank(), communicator.world_size());
+                return messages(self.options, exchange, &mut self.memory, ranks, message);
             }
-            Memory::Private { input, output } => self
-                .call
-                .run(&input[spans.input], &mut output[spans.output]),
+        };
+        match &mut self.memory {
+            Memory::Symmetric { .. } => call.run_symmetric(0, 0, message),
+            Memory::Private { input, .. } if self.shape.in_place => {
+                call.run_in_place(&mut input[..spans.larger])
+            }
+            Memory::Private { input, output } => {
+                call.run(&input[spans.input], &mut output[spans.output])
+            }
             Memory::Device { input, output } => {
                 let output = output.as_ref().unwrap_or(input);
-                self.call.run_at((input, 0), (output, 0), message)
+                call.run_at((input, 0), (output, 0), message)
             }
         }
     }
@@ -411,6 +451,44 @@ impl<'a> Bench<'a> {
             }
         }
         Ok((slowest, all_wrong))
+    }
+}
+
+/// A ring of sends and receives, or an all-to-all of them.
+fn messages(
+    options: &Options,
+    exchange: &Exchange,
+    memory: &mut Memory,
+    (rank, ranks): (u32, u32),
+    message: u64,
+) -> Result<(), CollectiveError> {
+    let dtype = options.common.dtype;
+    let block = |index: u64| index * message..(index + 1) * message;
+    let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
+    let mut group = exchange.group();
+    match (options.collective, memory) {
+        (Collective::SendRecv, Memory::Symmetric { input, output }) => group
+            .send_symmetric(next, dtype, input, block(0))
+            .recv_symmetric(before, dtype, output, block(0))
+            .run(),
+        (_, Memory::Symmetric { input, output }) => {
+            for peer in (1..=ranks).map(|k| (rank + k) % ranks) {
+                group.send_symmetric(peer, dtype, input, block(peer.into()));
+                group.recv_symmetric(peer, dtype, output, block(peer.into()));
+            }
+            group.run()
+        }
+        (Collective::SendRecv, Memory::Private { input, output }) => group
+            .send_typed(next, dtype, &input[..message as usize])
+            .recv_typed(before, dtype, &mut output[..message as usize])
+            .run(),
+        (_, Memory::Private { input, output }) => {
+            let counts = vec![message / dtype.size() as u64; ranks as usize];
+            let blocks = Blocks::packed(&counts);
+            exchange.all_to_all_v(dtype, (input, blocks), (output, blocks))
+        }
+        // An exchange is made on CPUs only.
+        (_, Memory::Device { .. }) => Ok(()),
     }
 }
 

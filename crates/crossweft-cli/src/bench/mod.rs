@@ -34,6 +34,10 @@ pub(crate) enum Command {
     Gather(options::Rooted),
     /// Each rank's output is its block of the root's input.
     Scatter(options::Rooted),
+    /// Every rank sends to the next and receives from the one before, as messages.
+    SendRecv(options::Common),
+    /// As all-to-all, but as messages, whose sizes need not be alike; here they are.
+    AllToAllV(options::Common),
 }
 
 impl Command {
@@ -42,11 +46,17 @@ impl Command {
         let copies = |collective, common| Bench {
             collective,
             op: None,
+            messages: false,
             common,
+        };
+        let messages = |collective, common| Bench {
+            messages: true,
+            ..copies(collective, common)
         };
         let reduces = |collective, op, common| Bench {
             collective,
             op: Some(op),
+            messages: false,
             common,
         };
         match self {
@@ -57,6 +67,8 @@ impl Command {
             Self::Broadcast(o) => copies(Collective::Broadcast { root: o.root }, o.common),
             Self::Gather(o) => copies(Collective::Gather { root: o.root }, o.common),
             Self::Scatter(o) => copies(Collective::Scatter { root: o.root }, o.common),
+            Self::SendRecv(common) => messages(Collective::SendRecv, common),
+            Self::AllToAllV(common) => messages(Collective::AllToAll, common),
             Self::Reduce(o) => reduces(Collective::Reduce { root: o.root }, o.op, o.common),
         }
     }

@@ -112,6 +112,8 @@ pub(crate) struct Bench {
     pub(crate) collective: Collective,
     /// Where something is reduced.
     pub(crate) op: Option<Operation>,
+    /// Whether as sends and receives, instead of a plan.
+    pub(crate) messages: bool,
     pub(crate) common: Common,
 }
 
@@ -165,6 +167,9 @@ impl Bench {
             return Err(format!("--root {root}, but there are {ranks} ranks"));
         }
         self.scalar()?;
+        if self.messages {
+            return self.check_messages();
+        }
         let Some(algorithm) = self.algorithm()? else {
             return Ok(());
         };
@@ -176,6 +181,25 @@ impl Bench {
             return Err(format!("--algorithm direct, but --in-place: {reason}"));
         }
         Ok(())
+    }
+
+    /// What means nothing to sends and receives.
+    fn check_messages(&self) -> Result<(), String> {
+        let Common {
+            in_place,
+            algorithm,
+            blocks,
+            ..
+        } = &self.common;
+        let option = match (in_place, algorithm, blocks) {
+            (true, _, _) => "--in-place",
+            (_, Some(_), _) => "--algorithm",
+            (_, _, Some(_)) => "--blocks",
+            _ => return Ok(()),
+        };
+        Err(format!(
+            "{option} is for plans; these are sends and receives"
+        ))
     }
 
     /// Blocks of input and of output, and of the larger of them, with `ranks` ranks.

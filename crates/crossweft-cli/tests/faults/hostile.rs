@@ -1,8 +1,8 @@
 //! Whatever a peer writes into the memory that ranks share, a launch ends by itself: with a result,
-//! or with an error at its deadline. Also the body of the fuzz target `control_words`.
+//! or with an error at its deadline. Also the bodies of the fuzz targets `control_words` and `message_words`.
 //!
 //! The peer is rank 1 of a job in this process. All shared memory of the job (scratch, packets,
-//! semaphores, bells, boards) is found in /proc/self/maps, and the words of an input are written
+//! semaphores, bells, boards, rings and lines of streams) is found in /proc/self/maps, and the words of an input are written
 //! into it, before rank 0 launches and while it runs.
 
 use std::fs::File;
@@ -13,7 +13,10 @@ use std::time::{Duration, Instant};
 
 use crossweft_channel::Endpoint;
 use crossweft_collective::{Algorithm, DataType, ReduceOp};
-use crossweft_executor::{ExecutorError, Options, Prepared};
+use crossweft_executor::{
+    Destination, Exchange, ExchangeError, ExchangeOptions, ExecutorError, Kind, Options, Prepared,
+    Purpose, Source,
+};
 use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
 
 /// The longest message of a launch.
@@ -86,6 +89,62 @@ pub(crate) fn control_words(bytes: &[u8]) {
             result.unwrap();
         });
     }
+    let result = under_attack(&mut byte, mode & 2 == 2, || {
+        prepared[0].run(&vec![0; length], &mut vec![0; length], LIMIT)
+    });
+    match result {
+        Ok(()) | Err(ExecutorError::Interrupted { .. }) => {}
+        Err(error) => panic!("{error}"),
+    }
+    assert_alive(&endpoints);
+}
+
+/// One group of messages of rank 0 against the words of an input.
+pub(crate) fn message_words(bytes: &[u8]) {
+    let endpoints = JOB.get_or_init(start).lock();
+    let endpoints = endpoints.unwrap_or_else(PoisonError::into_inner);
+    let mut bytes = bytes.iter().copied();
+    let mut byte = || bytes.next().unwrap_or(0);
+    let exchanges = both(|rank| {
+        let endpoint = &endpoints[rank as usize];
+        let memory = endpoint.allocate(BYTES, "a test").unwrap();
+        let memory = endpoint.register(memory, "a test", soon()).unwrap();
+        let mut options = ExchangeOptions::new(LIMIT);
+        (options.slots, options.slot_bytes) = (2, 256);
+        options.memories.push(memory);
+        Exchange::prepare(endpoint, options, soon()).unwrap()
+    });
+    let kind = Kind {
+        dtype: DataType::U8,
+        purpose: Purpose::Message,
+    };
+    let length = 1 + usize::from(byte()) * usize::from(byte()) % BYTES as usize;
+    let mode = byte();
+    let (sent, mut own, mut got) = (vec![1; length], vec![0; length], vec![0; length]);
+    let result = under_attack(&mut byte, mode & 2 == 2, || {
+        let mut messages = exchanges[0].messages();
+        for peer in 0..2 {
+            messages.send(peer, kind, Source::Slice(&sent));
+        }
+        messages.receive(0, kind, Destination::Slice(&mut own));
+        messages.receive(1, kind, Destination::Slice(&mut got));
+        messages.run()
+    });
+    match result {
+        Ok(())
+        | Err(
+            ExchangeError::Interrupted { .. }
+            | ExchangeError::Mismatch { .. }
+            | ExchangeError::PeerFailed { .. },
+        ) => {}
+        Err(error) => panic!("{error}"),
+    }
+    assert_alive(&endpoints);
+}
+
+/// Launches while the words of an input are written into the memory that ranks share: before, and again and
+/// again if `on`.
+fn under_attack<T>(byte: &mut impl FnMut() -> u8, on: bool, launch: impl FnOnce() -> T) -> T {
     let memory = shared_memory();
     let mut words = Vec::new();
     loop {
@@ -113,42 +172,43 @@ pub(crate) fn control_words(bytes: &[u8]) {
     write();
     let started = Instant::now();
     let ended = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        if mode & 2 == 2 {
+    let result = std::thread::scope(|scope| {
+        if on {
             scope.spawn(|| {
                 while !ended.load(Ordering::Relaxed) {
                     write();
                 }
             });
         }
-        let result = prepared[0].run(&vec![0; length], &mut vec![0; length], LIMIT);
+        let result = launch();
         ended.store(true, Ordering::Relaxed);
-        match result {
-            Ok(()) | Err(ExecutorError::Interrupted { .. }) => {}
-            Err(error) => panic!("{error}"),
-        }
+        result
     });
     // Time enough for any machine; a loop without end takes longer.
     let took = started.elapsed();
     assert!(took < Duration::from_secs(20), "{took:?}");
-    let liveness = |end: &Arc<Endpoint>| end.group().liveness().failure();
-    assert_eq!(liveness(&endpoints[0]), None);
+    result
+}
+
+/// Nobody was taken for dead.
+fn assert_alive(endpoints: &[Arc<Endpoint>; 2]) {
+    assert_eq!(endpoints[0].group().liveness().failure(), None);
 }
 
 #[cfg(test)]
 mod tests {
-    use super::control_words;
+    use super::{control_words, message_words};
 
-    #[test]
-    fn any_words_in_shared_memory_end_in_a_result_or_at_the_deadline() {
-        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    /// Rounds of random words in shared memory.
+    fn rounds(seed: u64, rounds: u32, attack: fn(&[u8])) {
+        let mut state = seed;
         let mut random = |below: u64| {
             state ^= state << 13;
             state ^= state >> 7;
             state ^= state << 17;
             state % below
         };
-        for round in 0..400 {
+        for round in 0..rounds {
             let mut input: Vec<u8> = (0..5).map(|_| random(256) as u8).collect();
             for _ in 0..random(40) {
                 // Mostly at the beginning of a memory, where counters and flags are.
@@ -156,7 +216,17 @@ mod tests {
                 input.extend([random(256) as u8, (at >> 8) as u8, at as u8]);
                 input.extend((0..9).map(|_| random(256) as u8 | 1));
             }
-            control_words(&input);
+            attack(&input);
         }
+    }
+
+    #[test]
+    fn any_words_in_shared_memory_end_in_a_result_or_at_the_deadline() {
+        rounds(0x9e37_79b9_7f4a_7c15, 400, control_words);
+    }
+
+    #[test]
+    fn any_words_in_streams_end_in_a_result_or_an_error() {
+        rounds(0x9e37_79b9_7f4a_7c15, 300, message_words);
     }
 }

@@ -38,6 +38,12 @@ impl Ranks {
         }
     }
 
+    /// Waits for one that is to die.
+    pub(crate) fn lose(&mut self, rank: usize) {
+        let (mut child, _stdin) = self.0.remove(rank);
+        assert!(!child.wait().unwrap().success(), "rank {rank} passed");
+    }
+
     /// Waits for all, each of which must have passed.
     pub(crate) fn wait(mut self) {
         for (rank, (mut child, stdin)) in self.0.drain(..).enumerate() {
