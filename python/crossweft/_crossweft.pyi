@@ -472,6 +472,29 @@ class Communicator:
         stream: int | None = None,
     ) -> _T:
         """As Plan.run."""
+    def register(self, plan: Plan) -> None:
+        """Registers a plan beside the built-in algorithms: calls from now on may choose it. Collective.
+
+        It is chosen for the sizes that it was measured to be fastest for (``crossweft tune``), or, if it was not
+        measured, that the cost model says it is. Raises CheckError, PlanError; Mismatch if ranks register different
+        plans.
+        """
+    def explain(
+        self,
+        collective: str,
+        bytes: int,
+        *,
+        dtype: _DType | None = None,
+        op: _Op = "sum",
+        root: int = 0,
+        in_place: bool | None = None,
+    ) -> dict[str, Any]:
+        """What a call takes, and why not something else, as ``crossweft explain --format json``. Local.
+
+        ``bytes`` are those of the larger of input and output; elements are ``f32`` unless given. ``in_place`` says
+        whether calls are known to be in place, or not to be. ``candidates`` is a list of all, each with its ``name``,
+        ``verdict`` (``chosen``, ``not_chosen``, ``refused``), ``reason``, ``predicted_us`` and ``measured_us``.
+        """
     def abort(self, reason: str) -> None:
         """Ends the job: every wait of every rank ends with Aborted."""
     def leave(self) -> None:

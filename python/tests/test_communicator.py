@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import json
 import os
 import pickle
 import subprocess
@@ -138,6 +139,39 @@ def test_tensors_that_do_not_fit_a_collective() -> None:
                 communicator.gather(one, array.array("i"))
         with pytest.raises(cw.PlanError, match="its root is rank 2, of 2 ranks"):
             communicator.broadcast(one, root=2)
+
+    in_threads(2, rank_main)
+
+
+def test_registered_plans_are_chosen_and_explained() -> None:
+    def named(name: str) -> cw.Plan:
+        return cw.Plan.from_json(json.dumps(json.loads(cw.Plan.all_reduce("ring", 2).to_json()) | {"name": name}))
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        data = array.array("f", [communicator.rank + 1] * 128)
+        communicator.all_reduce(data)
+        before = communicator.explain("all-reduce", 512)
+        assert before["chosen"] == "one-shot"
+        communicator.register(named("mine"))
+        after = communicator.explain("all-reduce", 512)
+        assert after["chosen"] == "mine"
+        (mine,) = (one for one in after["candidates"] if one["name"] == "mine")
+        assert (mine["verdict"], mine["origin"]) == ("chosen", "Python")
+        assert mine["predicted_us"] < before["candidates"][0]["predicted_us"]
+        refused = communicator.explain("all-reduce", 512)["candidates"][1]
+        assert (refused["name"], refused["verdict"]) == ("two-shot", "refused")
+        assert communicator.explain("all-gather", 512)["message_bytes"] == 256
+        out = array.array("f", [0] * 128)
+        data = array.array("f", [communicator.rank + 1] * 128)
+        assert communicator.all_reduce(data, out) == array.array("f", [3] * 128)
+        assert communicator.all_reduce(data) == out
+        with pytest.raises(cw.PlanError, match="a built-in algorithm named `ring`"):
+            communicator.register(named("ring"))
+        with pytest.raises(cw.Mismatch, match="rank 0 has registered plan"):
+            name = "zero" if communicator.rank == 0 else "mine"
+            communicator.register(named(name))
+        with pytest.raises(cw.UsageError, match="no collective `reduce-all`"):
+            communicator.explain("reduce-all", 8)
 
     in_threads(2, rank_main)
 

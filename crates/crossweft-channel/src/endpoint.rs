@@ -289,7 +289,8 @@ impl Endpoint {
     }
 
     /// Cores that the ranks of this host may use, all together: launchers often bind each to one.
-    pub(crate) fn cores(&self) -> usize {
+    #[must_use]
+    pub fn cores(&self) -> usize {
         self.cores
     }
 

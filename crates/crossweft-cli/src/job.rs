@@ -11,6 +11,7 @@ use crossweft_hal::cpu::{bind_to_core, cores};
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{NetError, Rendezvous, RendezvousOptions};
 
+use crate::doctor::DEFAULT_RANKS;
 use crate::exit::Exit;
 
 /// Why a job did not come to an end.
@@ -70,6 +71,42 @@ pub(crate) struct JobOptions {
     pub(crate) bind: bool,
     /// Arguments of spawned ranks beside those of this process.
     pub(crate) arguments: &'static [&'static str],
+}
+
+impl JobOptions {
+    /// Processes, or threads of this process; or what a launcher has started, of the same number of ranks if one was
+    /// asked for.
+    pub(crate) fn new(
+        ranks: Option<u32>,
+        threads: bool,
+        devices: Devices,
+        timeout: Duration,
+        bind: bool,
+    ) -> Self {
+        Self {
+            start: match threads {
+                true => Start::Threads,
+                false => Start::Processes,
+            },
+            ranks: ranks.unwrap_or(DEFAULT_RANKS),
+            refuse: match ranks {
+                // Whatever number the launcher has.
+                None => |_, _| None,
+                Some(_) => |ranks, job| {
+                    (ranks != job.world_size).then(|| {
+                        format!(
+                            "--ranks {ranks}, but {} started {}; leave --ranks out",
+                            job.launcher, job.world_size
+                        )
+                    })
+                },
+            },
+            timeout,
+            devices,
+            bind,
+            arguments: &[],
+        }
+    }
 }
 
 /// Runs the whole job, or this process's part of it. Each rank runs `rank_main` with what the ranks

@@ -1,6 +1,8 @@
 //! The `crossweft` command.
 //!
 //! * [`bench`](mod@bench): measures a collective and checks its results.
+//! * [`explain`]: what a size takes, and why not something else.
+//! * [`tune`]: measures the candidates and keeps what was found.
 //! * [`doctor`]: what this machine offers and what would be used.
 //! * [`plan`]: checks, runs, draws and converts plans.
 //! * [`matrix`]: tries every collective in every circumstance.
@@ -20,9 +22,11 @@ use tracing_subscriber::EnvFilter;
 mod bench;
 mod doctor;
 mod exit;
+mod explain;
 mod job;
 mod matrix;
 mod plan;
+mod tune;
 mod values;
 mod verdict;
 
@@ -50,6 +54,10 @@ enum Command {
     /// Try every collective with every algorithm, type, operation, size, place and world size up to 8, and compare the
     /// results with a reference and between ranks.
     Matrix(matrix::Options),
+    /// Say which algorithm a size takes, with the times of all candidates, and why each was chosen or not.
+    Explain(explain::Explain),
+    /// Measure all candidates on this machine, and keep the times for later starts to choose by.
+    Tune(tune::Tune),
     /// Say what this machine offers, what is missing, and what would be used.
     Doctor {
         /// For people, or for programs.
@@ -91,6 +99,8 @@ fn main() -> ExitCode {
         Command::Bench(collective) => bench::run(&collective.options()).into(),
         Command::Matrix(options) => matrix::run(&options).into(),
         Command::Plan(command) => plan::run(&command).into(),
+        Command::Explain(options) => explain::run(&options).into(),
+        Command::Tune(options) => tune::run(&options).into(),
         Command::Doctor { format } => {
             let report = doctor::inspect(Path::new("/"));
             let text = match format {

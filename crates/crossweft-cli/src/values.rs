@@ -3,7 +3,7 @@
 use std::str::FromStr;
 
 use clap::ValueEnum;
-use crossweft_collective::{DataType, Devices, ReduceOp};
+use crossweft_collective::{Collective, DataType, Devices, Place, ReduceOp};
 
 /// Devices by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -24,6 +24,55 @@ impl Device {
             Self::Cpu => Ok(Devices::Cpu),
             Self::Cuda => Devices::cuda()
                 .map_err(|error| format!("--device cuda: {error}; or use --device cpu")),
+        }
+    }
+}
+
+/// Where buffers lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Buffers {
+    /// Memory that all ranks can reach.
+    Symmetric,
+    /// Memory of each rank's own.
+    Private,
+}
+
+impl Buffers {
+    /// The same, for the selector.
+    pub(crate) fn place(self, in_place: bool) -> Place {
+        match (self, in_place) {
+            (Self::Private, _) => Place::Private,
+            (Self::Symmetric, false) => Place::Symmetric,
+            (Self::Symmetric, true) => Place::OneSymmetric,
+        }
+    }
+}
+
+/// Collectives by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Name {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Broadcast,
+    Reduce,
+    Gather,
+    Scatter,
+}
+
+impl Name {
+    /// The collective, with this root where it has one.
+    pub(crate) fn collective(self, root: u32) -> Collective {
+        match self {
+            Self::AllReduce => Collective::AllReduce,
+            Self::AllGather => Collective::AllGather,
+            Self::ReduceScatter => Collective::ReduceScatter,
+            Self::AllToAll => Collective::AllToAll,
+            Self::Broadcast => Collective::Broadcast { root },
+            Self::Reduce => Collective::Reduce { root },
+            Self::Gather => Collective::Gather { root },
+            Self::Scatter => Collective::Scatter { root },
         }
     }
 }

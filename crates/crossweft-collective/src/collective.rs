@@ -5,12 +5,15 @@ use std::time::Instant;
 
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_executor::{Buffers, Options, Prepared, Recorded, Scalar, Schedule};
-use crossweft_hal::{self as hal, Device};
+use crossweft_hal as hal;
 use crossweft_plan::Collective;
 
 use crate::algorithm::Algorithm;
+use crate::candidate::{DeviceKind, Request};
 use crate::communicator::{Communicator, SymmetricBuffer};
 use crate::error::CollectiveError;
+use crate::explain::Explanation;
+use crate::selection::agree_on_choices;
 use crate::selector::{Choice, Place, Selector};
 
 /// Where the caller's buffers will be.
@@ -49,6 +52,8 @@ pub struct CollectiveOptions {
     pub algorithm: Option<Algorithm>,
     /// Thread blocks of each rank; `None` leaves that to the selector.
     pub blocks: Option<u32>,
+    /// Whether all calls will be in place, or none: some plans of the user's can only be chosen where that is known.
+    pub in_place: Option<bool>,
     /// In which order thread blocks run.
     pub schedule: Schedule,
 }
@@ -74,6 +79,7 @@ impl CollectiveOptions {
             memory: Memory::Private,
             algorithm: None,
             blocks: None,
+            in_place: None,
             schedule: Schedule::default(),
         }
     }
@@ -96,6 +102,13 @@ impl CollectiveOptions {
         self
     }
 
+    /// All calls will be in place, or none will.
+    #[must_use]
+    pub fn in_place(mut self, in_place: bool) -> Self {
+        self.in_place = Some(in_place);
+        self
+    }
+
     /// Always this algorithm.
     #[must_use]
     pub fn algorithm(mut self, algorithm: Algorithm) -> Self {
@@ -108,6 +121,53 @@ impl CollectiveOptions {
     pub fn blocks(mut self, blocks: u32, schedule: Schedule) -> Self {
         (self.blocks, self.schedule) = (Some(blocks), schedule);
         self
+    }
+}
+
+impl Memory {
+    /// Where buffers lie, for the selector.
+    fn place(&self) -> Place {
+        match self {
+            Self::Private => Place::Private,
+            Self::Symmetric { input, output }
+                if Arc::ptr_eq(&input.registered(), &output.registered()) =>
+            {
+                Place::OneSymmetric
+            }
+            Self::Symmetric { .. } => Place::Symmetric,
+        }
+    }
+
+    /// The same, for the executor.
+    pub(crate) fn buffers(&self) -> Buffers {
+        match self {
+            Self::Private => Buffers::Private,
+            Self::Symmetric { input, output } => Buffers::Registered {
+                input: input.registered(),
+                output: output.registered(),
+            },
+        }
+    }
+}
+
+impl Request {
+    /// What a communicator is asked for with these options.
+    #[must_use]
+    pub fn new(
+        communicator: &Communicator,
+        collective: Collective,
+        options: &CollectiveOptions,
+    ) -> Self {
+        Self {
+            collective,
+            world_size: communicator.world_size(),
+            dtype: options.dtype,
+            op: options.op,
+            place: options.memory.place(),
+            in_place: options.in_place,
+            device: DeviceKind::from(communicator.device()),
+            max_bytes: options.max_bytes,
+        }
     }
 }
 
@@ -124,8 +184,9 @@ pub struct PreparedCollective {
     communicator: Communicator,
     collective: Collective,
     dtype: DataType,
+    request: Request,
     selector: Selector,
-    /// One for each of the selector's choices.
+    /// One for each of all the selector's choices.
     prepared: Vec<Arc<Prepared>>,
 }
 
@@ -138,18 +199,7 @@ impl PreparedCollective {
         collective: Collective,
         options: CollectiveOptions,
     ) -> Result<Self, CollectiveError> {
-        let CollectiveOptions {
-            dtype,
-            op,
-            pre_multiply,
-            max_bytes,
-            memory,
-            algorithm,
-            blocks,
-            schedule,
-        } = options;
-        let world_size = communicator.world_size();
-        if pre_multiply.is_some() && !collective.reduces() {
+        if options.pre_multiply.is_some() && !collective.reduces() {
             return Err(CollectiveError::Usage {
                 rank: communicator.rank(),
                 reason: format!(
@@ -158,52 +208,87 @@ impl PreparedCollective {
                 ),
             });
         }
-        let (place, buffers) = match &memory {
-            Memory::Private => (Place::Private, Buffers::Private),
-            Memory::Symmetric { input, output } => {
-                let (input, output) = (input.registered(), output.registered());
-                let place = match Arc::ptr_eq(&input, &output) {
-                    true => Place::OneSymmetric,
-                    false => Place::Symmetric,
-                };
-                (place, Buffers::Registered { input, output })
-            }
-        };
-        let on_gpu = !matches!(communicator.device(), Device::Cpu);
-        let mut selector = match algorithm {
-            Some(algorithm) if algorithm.needs_registered() && place == Place::Private => {
+        let request = Request::new(communicator, collective, &options);
+        let selection = communicator.selection();
+        let (world_size, max_bytes) = (request.world_size, request.max_bytes);
+        let mut selector = match options.algorithm {
+            Some(algorithm) if algorithm.needs_registered() && request.place == Place::Private => {
                 return Err(CollectiveError::NeedsSymmetric { algorithm });
             }
             Some(algorithm) => Selector::forced(algorithm, collective, world_size, max_bytes),
-            None if on_gpu => Selector::for_gpus(collective, world_size, place, max_bytes),
-            None => Selector::new(collective, world_size, place, max_bytes),
+            None => selection.select(&request),
         };
-        if let Some(blocks) = blocks {
+        if let Some(blocks) = options.blocks {
             selector.with_blocks(blocks);
         }
         let deadline = Instant::now() + communicator.timeout();
-        let prepared = selector
-            .choices()
-            .iter()
-            .map(|choice| {
-                let plan = choice
+        let (forced, blocks) = (options.algorithm, options.blocks);
+        let asked = format!("{request:?} {forced:?} {blocks:?}");
+        let first = &selector.choices()[0];
+        let first = first.algorithm.plan(collective, world_size, first.blocks)?;
+        let what = format!("preparing plan `{}`", first.name);
+        let source = selection.source();
+        let endpoint = communicator.endpoint();
+        let words = [&*asked, &request.describe(), &what];
+        agree_on_choices(endpoint, words, &selector, source, deadline)?;
+        if communicator.rank() == 0 {
+            let mut least = 0;
+            for choice in selector.choices() {
+                let (up_to, algorithm, reason) = (choice.up_to, &choice.algorithm, &choice.reason);
+                tracing::info!(
+                    "{}: {least} to {up_to} B: {algorithm} ({reason})",
+                    request.describe()
+                );
+                least = up_to.saturating_add(1);
+            }
+        }
+        Self::with_selector(communicator, collective, options, selector)
+    }
+
+    /// Prepares what a selector may choose. Collective.
+    pub(crate) fn with_selector(
+        communicator: &Communicator,
+        collective: Collective,
+        options: CollectiveOptions,
+        selector: Selector,
+    ) -> Result<Self, CollectiveError> {
+        let request = Request::new(communicator, collective, &options);
+        let CollectiveOptions {
+            dtype,
+            op,
+            pre_multiply,
+            memory,
+            schedule,
+            ..
+        } = options;
+        let buffers = memory.buffers();
+        let deadline = Instant::now() + communicator.timeout();
+        let is_same = |a: &Choice, b: &Choice| (&a.algorithm, a.blocks) == (&b.algorithm, b.blocks);
+        let mut prepared: Vec<Arc<Prepared>> = Vec::new();
+        for (index, choice) in selector.all().iter().enumerate() {
+            let before = &selector.all()[..index];
+            // What is chosen for several ranges of sizes is prepared once.
+            if let Some(found) = before.iter().position(|other| is_same(other, choice)) {
+                prepared.push(Arc::clone(&prepared[found]));
+                continue;
+            }
+            let alike = selector.all().iter().filter(|other| is_same(other, choice));
+            let piece = alike.map(|other| other.piece).max().unwrap_or(0);
+            let plan =
+                choice
                     .algorithm
-                    .plan_of(collective, world_size, choice.blocks)?;
-                let mut options = Options::new(dtype, op, choice.piece);
-                (options.buffers, options.schedule) = (buffers.clone(), schedule);
-                options.pre_multiply = pre_multiply;
-                Ok(Prepared::prepare(
-                    communicator.endpoint(),
-                    &plan,
-                    options,
-                    deadline,
-                )?)
-            })
-            .collect::<Result<_, CollectiveError>>()?;
+                    .plan(collective, communicator.world_size(), choice.blocks)?;
+            let mut options = Options::new(dtype, op, piece);
+            (options.buffers, options.schedule) = (buffers.clone(), schedule);
+            options.pre_multiply = pre_multiply;
+            let one = Prepared::prepare(communicator.endpoint(), &plan, options, deadline)?;
+            prepared.push(one);
+        }
         Ok(Self {
             communicator: communicator.clone(),
             collective,
             dtype,
+            request,
             selector,
             prepared,
         })
@@ -356,7 +441,14 @@ impl PreparedCollective {
     /// What is chosen for a message of `bytes` bytes, and why.
     #[must_use]
     pub fn explain(&self, bytes: u64) -> &Choice {
-        &self.selector.choices()[self.selector.select(bytes)]
+        &self.selector.all()[self.selector.select(bytes)]
+    }
+
+    /// All candidates for a message of `bytes` bytes, with times where they are known, and why each was chosen or not.
+    #[must_use]
+    pub fn explain_all(&self, bytes: u64) -> Explanation {
+        let selection = self.communicator.selection();
+        Explanation::of(&self.request, bytes, &selection, &self.selector)
     }
 
     /// All choices.
@@ -372,7 +464,7 @@ impl PreparedCollective {
     /// [`CollectiveError::Usage`] if the size does not fit.
     pub fn select(&self, bytes: u64) -> Result<(&Arc<Prepared>, usize), CollectiveError> {
         let index = self.selector.select(bytes);
-        let choice = &self.selector.choices()[index];
+        let choice = &self.selector.all()[index];
         if bytes > choice.up_to {
             let max = choice.up_to;
             return Err(self.usage(format!("{bytes} bytes; it was prepared for up to {max}")));

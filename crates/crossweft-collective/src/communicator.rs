@@ -1,6 +1,7 @@
 //! A rank's handle on the job.
 
-use std::sync::Arc;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossweft_channel::{Endpoint, RegisteredMemory};
@@ -14,7 +15,9 @@ use crate::collective::{CollectiveOptions, PreparedCollective};
 use crate::devices::Devices;
 use crate::error::CollectiveError;
 use crate::exchange::{Exchange, ExchangeOptions};
+use crate::registry::{Registry, RegistryError};
 use crate::rms_norm::{AllReduceRmsNorm, RmsNormOptions};
+use crate::selection::Selection;
 
 /// How a communicator behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +40,7 @@ impl Default for CommunicatorOptions {
 pub struct Communicator {
     endpoint: Arc<Endpoint>,
     options: CommunicatorOptions,
+    selection: Arc<Mutex<Arc<Selection>>>,
 }
 
 impl Communicator {
@@ -49,17 +53,75 @@ impl Communicator {
     }
 
     /// Makes the communicator of a joined group whose ranks compute on devices of one kind, this one on
-    /// `device`. Several ranks may share a GPU. Collective; blocks until all ranks have come.
+    /// `device`. Several ranks may share a GPU. What algorithms are chosen by is what the environment says
+    /// ([`Selection::from_environment`]). Collective; blocks until all ranks have come.
     ///
     /// # Errors
-    /// As for [`new`](Self::new); also if ranks use devices of different kinds.
+    /// As for [`new`](Self::new); also if ranks use devices of different kinds, or their environments say different things.
     pub fn on(
         device: Device,
         group: Arc<Group>,
         options: CommunicatorOptions,
     ) -> Result<Self, CollectiveError> {
-        let endpoint = Endpoint::on(device, group, Instant::now() + options.timeout)?;
-        Ok(Self { endpoint, options })
+        let deadline = Instant::now() + options.timeout;
+        let endpoint = Endpoint::on(device, group, deadline)?;
+        let selection = Selection::of_job(&endpoint, deadline)?;
+        Ok(Self {
+            endpoint,
+            options,
+            selection: Arc::new(Mutex::new(Arc::new(selection))),
+        })
+    }
+
+    /// What algorithms are chosen by.
+    #[must_use]
+    pub fn selection(&self) -> Arc<Selection> {
+        let selection = self.selection.lock();
+        Arc::clone(&selection.unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Has algorithms of what is prepared from now on chosen by `selection`, the same on every rank. Collective; blocks.
+    ///
+    /// # Errors
+    /// [`CollectiveError::SelectorsDiffer`], [`CollectiveError::PlansDiffer`] if it is not the same; a peer died or was late.
+    pub fn select_by(&self, selection: Selection) -> Result<(), CollectiveError> {
+        selection.agree(&self.endpoint, self.deadline())?;
+        let mut current = self
+            .selection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *current = Arc::new(selection);
+        Ok(())
+    }
+
+    /// Registers a plan beside the built-in algorithms, of which `origin` says where it came from: what is prepared from now on may
+    /// choose it. Every rank must register it. Collective; blocks.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Registry`] if it cannot be chosen, [`CollectiveError::PlansDiffer`] if ranks register different
+    /// plans; a peer died or was late.
+    pub fn register(&self, plan: Plan, origin: &str) -> Result<(), CollectiveError> {
+        self.extend(|registry| registry.register(plan, origin).map(drop))
+    }
+
+    /// [`register`](Self::register) the plan of a file, of crossweft or of MSCCL++.
+    ///
+    /// # Errors
+    /// As there; also if it cannot be read.
+    pub fn register_file(&self, path: &Path) -> Result<(), CollectiveError> {
+        self.extend(|registry| registry.register_file(path).map(drop))
+    }
+
+    fn extend(
+        &self,
+        register: impl FnOnce(&mut Registry) -> Result<(), RegistryError>,
+    ) -> Result<(), CollectiveError> {
+        let mut selection = Selection::clone(&self.selection());
+        let registered = register(selection.registry_mut()).map_err(CollectiveError::from);
+        let (what, deadline) = ("registering a plan", self.deadline());
+        self.endpoint
+            .settle(registered, what, deadline, CollectiveError::from)?;
+        self.select_by(selection)
     }
 
     /// Joins the job that a launcher has started this process for. Collective; blocks until all ranks have
@@ -334,7 +396,7 @@ impl Communicator {
         self.endpoint.group().leave();
     }
 
-    fn deadline(&self) -> Instant {
+    pub(crate) fn deadline(&self) -> Instant {
         Instant::now() + self.options.timeout
     }
 }

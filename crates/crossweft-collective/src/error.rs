@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use crossweft_channel::{ChannelError, StopCause};
 use crossweft_executor::{ExchangeError, ExecutorError};
 use crossweft_hal::HalError;
@@ -5,6 +7,7 @@ use crossweft_net::NetError;
 use crossweft_plan::PlanError;
 
 use crate::Algorithm;
+use crate::registry::RegistryError;
 
 /// What can go wrong with a collective.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +40,33 @@ pub enum CollectiveError {
         /// The algorithm.
         algorithm: Algorithm,
     },
+    /// A plan that was to be chosen among others cannot be.
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
+    /// Ranks would take different algorithms for the same call.
+    #[error(transparent)]
+    SelectorsDiffer(Box<SelectorDifference>),
+    /// A plan is registered on one rank and not on another.
+    #[error(
+        "rank {has} has registered plan {plan}, rank {has_not} has not; give every rank the same plans: \
+         CROSSWEFT_PLANS"
+    )]
+    PlansDiffer {
+        /// The rank that has it.
+        has: u32,
+        /// Its name, and where it came from.
+        plan: String,
+        /// The rank that has not.
+        has_not: u32,
+    },
+    /// A tuning table cannot be written.
+    #[error("the tuning table cannot be written into {}: {source}; set CROSSWEFT_CACHE_DIR", folder.display())]
+    Store {
+        /// Where to.
+        folder: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
     /// A call does not fit what was prepared.
     #[error("rank {rank}: {reason}")]
     Usage {
@@ -51,6 +81,33 @@ pub enum CollectiveError {
         /// The rank.
         rank: u32,
     },
+}
+
+/// What two ranks would take for the same call.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{what}: rank {rank} would take {choice} for {}..{} B ({chosen_by}), rank {other_rank} {other_choice} \
+     ({other_chosen_by}); give every rank the same tuning table and plans: CROSSWEFT_CACHE_DIR, \
+     CROSSWEFT_TUNING, CROSSWEFT_PLANS", sizes.0, sizes.1
+)]
+#[non_exhaustive]
+pub struct SelectorDifference {
+    /// The collective, and where its buffers lie.
+    pub what: String,
+    /// For which sizes of a message in bytes, inclusive: the first that differ.
+    pub sizes: (u64, u64),
+    /// The first rank whose choice is not that of the other.
+    pub rank: u32,
+    /// What it would take.
+    pub choice: String,
+    /// Where it has that from.
+    pub chosen_by: String,
+    /// The rank that it is compared with.
+    pub other_rank: u32,
+    /// What that one would take.
+    pub other_choice: String,
+    /// Where that one has it from.
+    pub other_chosen_by: String,
 }
 
 impl CollectiveError {

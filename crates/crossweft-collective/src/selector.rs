@@ -1,16 +1,23 @@
 //! Which algorithm a size takes, and why.
 //!
 //! A choice depends only on what every rank knows alike: the size, the world size, and where
-//! buffers were said to be when the collective was prepared.
+//! buffers were said to be when the collective was prepared. What is here is the shipped rule; [`choose`] has what
+//! was measured on this machine, and plans of the user's, take its place.
+//!
+//! [`choose`]: mod@crate::choose
 
+use std::borrow::Cow;
 use std::fmt;
 
 use crossweft_plan::Collective;
+use serde::{Deserialize, Serialize};
 
 use crate::Algorithm;
+use crate::candidate::Candidate;
 
 /// Where buffers lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Place {
     /// Anywhere in the process.
     Private,
@@ -23,8 +30,8 @@ pub enum Place {
 /// An algorithm for a range of sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// The algorithm.
-    pub algorithm: Algorithm,
+    /// The algorithm, or the user's plan.
+    pub algorithm: Candidate,
     /// Largest size in bytes it is chosen for.
     pub up_to: u64,
     /// Largest part of a message that one launch handles; larger messages take several.
@@ -32,13 +39,19 @@ pub struct Choice {
     /// Thread blocks of each rank; on a CPU more than one only serves tests.
     pub blocks: u32,
     /// Why, for people.
-    pub reason: &'static str,
+    pub reason: Cow<'static, str>,
 }
 
 /// The choices for one prepared collective, by ascending size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selector {
+    /// The choices by ascending size, then those for sizes in between that a chosen plan does not take.
     choices: Vec<Choice>,
+    /// How many of them are of the first kind.
+    first: usize,
+    /// By the number of binary digits of a size, the first choice that may be for it: looking one up takes no
+    /// longer with many choices.
+    by_digits: Vec<u16>,
 }
 
 /// Where one hop of packets stops paying: a packet carries 4 bytes at a time and each rank receives
@@ -82,7 +95,9 @@ const GPU_BLOCKS: u32 = 32;
 const GPU_MEDIUM_MAX: u64 = 2 << 20;
 const GPU_MOST_BLOCKS: u32 = 128;
 /// Scratch memory is bounded: staged messages go through it in pieces.
-const PIECE: u64 = 4 << 20;
+pub(crate) const PIECE: u64 = 4 << 20;
+/// On GPUs larger ones are worth their memory.
+pub(crate) const GPU_PIECE: u64 = 4 * PIECE;
 
 // Why an algorithm is chosen.
 const ALONE: &str = "a rank alone copies its input";
@@ -118,12 +133,12 @@ fn large(
         }
         (false, _) => (Algorithm::Direct, DIRECT),
     };
-    let choice = |algorithm, up_to, reason| Choice {
-        algorithm,
+    let choice = |algorithm: Algorithm, up_to, reason: &'static str| Choice {
+        algorithm: algorithm.into(),
         up_to,
         piece: piece_of(algorithm, collective, world_size, up_to, piece),
         blocks: 1,
-        reason,
+        reason: reason.into(),
     };
     // Of several blocks, parts do not lie side by side: the plan itself goes through them in parts.
     let (input, output) = collective.blocks(world_size).unwrap_or((1, 1));
@@ -139,7 +154,7 @@ fn large(
 
 /// The largest part of a message that one launch handles: all of it where it goes through no scratch memory, or where
 /// there are several blocks, whose parts do not lie side by side.
-fn piece_of(
+pub(crate) fn piece_of(
     algorithm: Algorithm,
     collective: Collective,
     world_size: u32,
@@ -159,18 +174,18 @@ impl Selector {
     pub fn new(collective: Collective, world_size: u32, place: Place, max_bytes: u64) -> Self {
         let large = large(collective, world_size, place, max_bytes, PIECE);
         if world_size == 1 {
-            return Self { choices: large };
+            return Self::of(large, Vec::new());
         }
         let small = ONE_SHOT_MAX.min(max_bytes);
         let mut choices = vec![Choice {
-            algorithm: Algorithm::OneShot,
+            algorithm: Algorithm::OneShot.into(),
             up_to: small,
             piece: small,
             blocks: 1,
-            reason: SMALL,
+            reason: SMALL.into(),
         }];
         choices.extend(large.into_iter().filter(|choice| choice.up_to > small));
-        Self { choices }
+        Self::of(choices, Vec::new())
     }
 
     /// The choices for messages of up to `max_bytes` bytes on GPUs. Of collectives other than all-reduce the
@@ -179,7 +194,7 @@ impl Selector {
     pub fn for_gpus(collective: Collective, world_size: u32, place: Place, max_bytes: u64) -> Self {
         if world_size == 1 {
             let choices = large(collective, world_size, place, max_bytes, PIECE);
-            let mut alone = Self { choices };
+            let mut alone = Self::of(choices, Vec::new());
             alone.with_blocks(GPU_BLOCKS);
             return alone;
         }
@@ -189,18 +204,18 @@ impl Selector {
         for (blocks, up_to) in GPU_ONE_SHOT {
             let up_to = up_to.min(one_shot_max).min(max_bytes);
             choices.push(Choice {
-                algorithm: Algorithm::OneShot,
+                algorithm: Algorithm::OneShot.into(),
                 up_to,
                 piece: up_to,
                 blocks,
-                reason: SMALL,
+                reason: SMALL.into(),
             });
             if up_to == max_bytes.min(one_shot_max) {
                 break;
             }
         }
         let medium = max_bytes.min(GPU_MEDIUM_MAX);
-        let large = large(collective, world_size, place, max_bytes, 4 * PIECE);
+        let large = large(collective, world_size, place, max_bytes, GPU_PIECE);
         for choice in large.into_iter().filter(|c| c.up_to > one_shot_max) {
             if choices.last().is_none_or(|before| before.up_to < medium) {
                 let up_to = choice.up_to.min(medium);
@@ -218,12 +233,32 @@ impl Selector {
                 });
             }
         }
-        Self { choices }
+        Self::of(choices, Vec::new())
+    }
+
+    /// From choices by ascending size, at least one, and others of the same kind for sizes that those do not take.
+    pub(crate) fn of(mut choices: Vec<Choice>, otherwise: Vec<Choice>) -> Self {
+        let first = choices.len();
+        let by_digits = (0..=u64::BITS)
+            .map(|digits| {
+                let least = if digits == 0 { 0 } else { 1 << (digits - 1) };
+                let found = choices.iter().position(|choice| least <= choice.up_to);
+                found.unwrap_or(first.saturating_sub(1)) as u16
+            })
+            .collect();
+        choices.extend(otherwise);
+        Self {
+            choices,
+            first,
+            by_digits,
+        }
     }
 
     /// The same choices with another number of thread blocks.
     pub(crate) fn with_blocks(&mut self, blocks: u32) {
-        for choice in &mut self.choices {
+        // A plan of the user's has its own.
+        let ours = |choice: &&mut Choice| choice.algorithm.built_in().is_some();
+        for choice in self.choices.iter_mut().filter(ours) {
             choice.blocks = blocks;
         }
     }
@@ -237,38 +272,48 @@ impl Selector {
         max_bytes: u64,
     ) -> Self {
         let piece = piece_of(algorithm, collective, world_size, max_bytes, PIECE);
-        Self::only(algorithm, max_bytes, piece, "asked for")
+        let only = Choice {
+            algorithm: algorithm.into(),
+            up_to: max_bytes,
+            piece,
+            blocks: 1,
+            reason: "asked for".into(),
+        };
+        Self::of(vec![only], Vec::new())
     }
 
-    fn only(algorithm: Algorithm, up_to: u64, piece: u64, reason: &'static str) -> Self {
-        Self {
-            choices: vec![Choice {
-                algorithm,
-                up_to,
-                piece,
-                blocks: 1,
-                reason,
-            }],
-        }
-    }
-
-    /// All choices, by ascending size.
+    /// The choices by ascending size.
     #[must_use]
     pub fn choices(&self) -> &[Choice] {
+        &self.choices[..self.first]
+    }
+
+    /// Those, and the ones for sizes that a chosen plan does not take.
+    #[must_use]
+    pub fn all(&self) -> &[Choice] {
         &self.choices
     }
 
-    /// The index of the choice for `bytes` bytes; the last one if it is larger than prepared for.
+    /// The index among [`all`](Self::all) of the choice for `bytes` bytes; the last one for its kind of size if it is larger than prepared for.
     #[must_use]
     pub fn select(&self, bytes: u64) -> usize {
-        let fits = self.choices.iter().position(|choice| bytes <= choice.up_to);
-        fits.unwrap_or(self.choices.len() - 1)
+        let digits = (u64::BITS - bytes.leading_zeros()) as usize;
+        let mut index = usize::from(self.by_digits[digits]);
+        while index + 1 < self.first && bytes > self.choices[index].up_to {
+            index += 1;
+        }
+        if self.choices[index].algorithm.takes(bytes) || self.first == self.choices.len() {
+            return index;
+        }
+        let otherwise = &self.choices[self.first..];
+        let fits = otherwise.iter().position(|choice| bytes <= choice.up_to);
+        self.first + fits.unwrap_or(otherwise.len() - 1)
     }
 }
 
 impl fmt::Display for Selector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, choice) in self.choices.iter().enumerate() {
+        for (i, choice) in self.choices().iter().enumerate() {
             let Choice {
                 algorithm,
                 up_to,
@@ -286,7 +331,7 @@ impl fmt::Display for Selector {
 mod tests {
     use super::*;
 
-    fn names(selector: &Selector, sizes: &[u64]) -> Vec<&'static str> {
+    fn names<'a>(selector: &'a Selector, sizes: &[u64]) -> Vec<&'a str> {
         sizes
             .iter()
             .map(|&s| selector.choices()[selector.select(s)].algorithm.name())
@@ -319,7 +364,7 @@ mod tests {
             let selector = Selector::new(collective, 4, place, 1 << 30);
             assert_eq!(selector.choices()[0].algorithm, Algorithm::OneShot);
             let choice = selector.choices()[1].clone();
-            (choice.algorithm, choice.piece)
+            (choice.algorithm.built_in().unwrap(), choice.piece)
         };
         let (private, symmetric, one) = (Place::Private, Place::Symmetric, Place::OneSymmetric);
         let gather = Collective::AllGather;
@@ -334,8 +379,8 @@ mod tests {
             let choices = selector.choices();
             assert!(choices.is_sorted_by(|a, b| a.up_to < b.up_to));
             let last = choices.last().unwrap();
-            let expected = (Algorithm::Pipelined, 1 << 30, 1 << 30);
-            assert_eq!((last.algorithm, last.up_to, last.piece), expected);
+            assert_eq!(last.algorithm, Algorithm::Pipelined);
+            assert_eq!((last.up_to, last.piece), (1 << 30, 1 << 30));
         }
         let alone = Selector::new(gather, 1, private, 0);
         assert_eq!(alone.choices().len(), 1);
@@ -382,6 +427,32 @@ mod tests {
             .collect();
         assert!(most.is_sorted_by(|a, b| a >= b), "{most:?}");
         assert_eq!(gpu_one_shot_max(Collective::AllGather, 4), 256 << 10);
+    }
+
+    #[test]
+    fn a_choice_is_found_as_by_looking_at_all_of_them() {
+        let choice = |(index, &up_to): (usize, &u64)| Choice {
+            algorithm: Algorithm::OneShot.into(),
+            up_to,
+            piece: up_to,
+            blocks: index as u32,
+            reason: "".into(),
+        };
+        for limits in [
+            &[0][..],
+            &[0, 1, 2, 3, 4, 5],
+            &[8, 10, 14, 16, 20, 28, 1 << 20, (1 << 20) + 1],
+            &[3, u64::MAX],
+        ] {
+            let choices: Vec<Choice> = limits.iter().enumerate().map(choice).collect();
+            let selector = Selector::of(choices, Vec::new());
+            let near = |size: u64| [size.saturating_sub(1), size, size.saturating_add(1)];
+            for bytes in limits.iter().copied().chain([7, 1 << 40]).flat_map(near) {
+                let all = limits.iter().position(|limit| bytes <= *limit);
+                let expected = all.unwrap_or(limits.len() - 1);
+                assert_eq!(selector.select(bytes), expected, "{bytes} among {limits:?}");
+            }
+        }
     }
 
     #[test]

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Algorithm, AllReduceOptions, CollectiveError, Communicator, CommunicatorOptions, DataType,
-    ReduceOp, Scalar, run_in_threads, run_in_threads_on,
+    Algorithm, AllReduceOptions, Collective, CollectiveError, Communicator, CommunicatorOptions,
+    DataType, DeviceKind, Place, ReduceOp, Request, Scalar, TuneOptions, run_in_threads,
+    run_in_threads_on, tune,
 };
 use crossweft_executor::{Buffers, Options, Prepared, Together};
-use crossweft_hal::cuda::{Context, Driver};
+use crossweft_hal::cuda::{Cache, Context, Driver};
 use crossweft_hal::{Device, Memory};
 use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions};
 use crossweft_verify::{Pattern, fill};
@@ -483,4 +484,78 @@ fn what_calls_cost() {
     }
     let memory: Memory = device.allocate(64).unwrap();
     drop(memory);
+}
+
+#[test]
+fn tuning_measures_in_graphs_and_what_is_chosen_by_it_is_right() {
+    let device = device!();
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::at(folder.path());
+    let of = |place| TuneOptions {
+        collective: Collective::AllReduce,
+        dtype: DataType::F32,
+        op: ReduceOp::Sum,
+        place,
+        max_bytes: 64 << 10,
+        budget: Duration::from_millis(200),
+    };
+    let options = [of(Place::Symmetric), of(Place::Private)];
+    let tables = on(&device, 2, |communicator| {
+        let tuned = tune(communicator, &options, &cache, |_| ())?;
+        let input = communicator.allocate(64 << 10)?;
+        let output = communicator.allocate(64 << 10)?;
+        let prepare = AllReduceOptions::new(DataType::F32, ReduceOp::Sum, 64 << 10);
+        let all_reduce = communicator.all_reduce(prepare.symmetric(&input, &output))?;
+        let value = (communicator.rank() as f32 + 1.0).to_le_bytes();
+        for count in [1, 2048, 2560, 16_384] {
+            input.write(0, &value.repeat(count))?;
+            communicator.barrier()?;
+            let bytes = count as u64 * 4;
+            all_reduce.run_symmetric(0, 0, bytes)?;
+            let mut result = vec![0; count * 4];
+            output.read(0, &mut result)?;
+            assert_eq!(result, 3.0_f32.to_le_bytes().repeat(count));
+            let explained = all_reduce.explain_all(bytes);
+            assert!(explained.chosen().unwrap().measured_us.is_some());
+            communicator.barrier()?;
+        }
+        Ok(tuned.table)
+    });
+    for measurements in tables[0].measurements() {
+        let blocks = |name: &str| {
+            let those = measurements
+                .candidates
+                .iter()
+                .filter(|one| one.name == name);
+            those.map(|one| one.blocks).collect::<Vec<_>>()
+        };
+        assert!(
+            blocks("one-shot").starts_with(&[1, 4, 16]),
+            "{measurements:?}"
+        );
+        for row in &measurements.rows {
+            assert!(row.us.iter().flatten().count() >= 4, "{row:?}");
+            println!("{:?}: {} B: {:?}", measurements.place, row.bytes, row.us);
+        }
+    }
+    let request = Request {
+        collective: Collective::AllReduce,
+        world_size: 2,
+        dtype: DataType::F32,
+        op: ReduceOp::Sum,
+        place: Place::Symmetric,
+        in_place: None,
+        device: DeviceKind::Cuda,
+        max_bytes: 64 << 10,
+    };
+    let chosen = on(&device, 2, |communicator| {
+        let fingerprint = communicator.selection().fingerprint().clone();
+        let variable = |name: &str| {
+            (name == "CROSSWEFT_CACHE_DIR").then(|| folder.path().as_os_str().to_owned())
+        };
+        let selection = crossweft_collective::Selection::decide(fingerprint, 2, variable)?;
+        Ok(selection.select(&request).to_string())
+    });
+    println!("{}", chosen[0]);
+    assert!(chosen[0].contains("measured: "), "{}", chosen[0]);
 }

@@ -69,7 +69,7 @@ fn call(
     if comes_here {
         for result in [&output[..], &both[own..own + bytes]] {
             let found = sums.check(block, result);
-            let algorithm = call.explain(bytes as u64).algorithm;
+            let algorithm = &call.explain(bytes as u64).algorithm;
             assert_eq!(
                 found.wrong, 0,
                 "{collective:?} {algorithm} {sums:?}, rank {rank} of {ranks}, {elements} elements: {:?}",

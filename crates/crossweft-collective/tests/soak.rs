@@ -225,7 +225,7 @@ impl<'a> Soak<'a> {
             expected,
         );
         let right = output[first * size..end * size] == *expected;
-        let name = all_reduce.explain(bytes as u64).algorithm;
+        let name = &all_reduce.explain(bytes as u64).algorithm;
         assert!(
             right,
             "rank {rank}, call {call} of seed {}: {dtype} {op} of {bytes} bytes by {name} is wrong",

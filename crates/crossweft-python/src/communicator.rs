@@ -6,12 +6,14 @@ use std::time::Duration;
 
 use crossweft_collective::{
     Collective, CollectiveOptions, Communicator as Core, CommunicatorOptions, DataType, Devices,
-    Exchange, ExchangeOptions, PreparedCollective, ReduceOp, Scalar,
+    Exchange, ExchangeOptions, Explanation, PreparedCollective, ReduceOp, Request, Scalar,
+    collective_named,
 };
 use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
 use crossweft_hal::{Device, cuda};
 use crossweft_net::launch::Job;
 use crossweft_net::{Bind, Cancel, NetError, Rendezvous, RendezvousOptions, UniqueId as CoreId};
+use crossweft_plan::Plan as CorePlan;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -125,6 +127,8 @@ struct CollectiveKey {
     op: ReduceOp,
     /// Whether inputs are multiplied by a scalar.
     multiplies: bool,
+    /// Whether calls are in place, where there are plans that could then be chosen.
+    in_place: Option<bool>,
 }
 
 /// How a collective reduces.
@@ -281,11 +285,13 @@ impl Communicator {
         let dtype = operands.input.dtype;
         let scale = scale.map(|scale| Scale::new(scale, dtype, operands.place(), stream));
         let scale = scale.transpose()?;
+        let has_plans = !self.core.selection().registry().plans().is_empty();
         let key = CollectiveKey {
             collective,
             dtype,
             op,
             multiplies: scale.is_some(),
+            in_place: has_plans.then_some(operands.output.is_none()),
         };
         let prepared = self.prepared_collective(py, (key, scale.as_ref()), bytes)?;
         self.launch_collective(py, &prepared.call, &mut operands, bytes, stream)?;
@@ -354,10 +360,12 @@ impl Communicator {
             collective,
             dtype,
             op,
+            in_place,
             ..
         } = key;
         let mut options = CollectiveOptions::new(dtype, op, max_bytes);
         options.pre_multiply = scale.map(|scale| scale.scalar);
+        options.in_place = in_place;
         let call = self.together(py, |core| core.collective(collective, options))?;
         let prepared = Arc::new(Prepared { call, max_bytes });
         let replaced = lock(&self.collectives).insert(key, Arc::clone(&prepared));
@@ -741,6 +749,50 @@ impl Communicator {
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let all = self.together(py, |core| core.all_gather_bytes(payload))?;
         Ok(all.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+    }
+
+    /// Registers a plan beside the built-in algorithms.
+    fn register(&self, py: Python<'_>, plan: &Plan) -> PyResult<()> {
+        plan.accepted(py)?;
+        let registered = CorePlan::clone(&plan.core);
+        self.together(py, |core| core.register(registered, "Python"))?;
+        // What is called next is chosen anew.
+        let replaced = lock(&self.collectives)
+            .drain()
+            .map(|(_, old)| old)
+            .collect::<Vec<_>>();
+        lock(&self.replaced_collectives).extend(replaced);
+        Ok(())
+    }
+
+    /// What a size takes, and why not something else.
+    #[pyo3(signature = (collective, bytes, *, dtype = None, op = "sum", root = 0, in_place = None))]
+    #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
+    fn explain<'py>(
+        &self,
+        py: Python<'py>,
+        collective: &str,
+        bytes: u64,
+        dtype: Option<&Bound<'py, PyAny>>,
+        op: &str,
+        root: u32,
+        in_place: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let found = collective_named(collective, root).ok_or_else(|| {
+            Exception::usage(format!("there is no collective `{collective}` to call"))
+        })?;
+        let dtype = plan::dtype(dtype)?.unwrap_or(DataType::F32);
+        let (i, o) = found.blocks(self.core.world_size()).unwrap_or((1, 1));
+        let element = dtype.size() as u64;
+        let message = bytes / u64::from(i.max(o)) / element * element;
+        let mut options = CollectiveOptions::new(dtype, plan::reduce_op(op)?, message);
+        options.in_place = in_place;
+        let request = Request::new(&self.core, found, &options);
+        let selection = self.core.selection();
+        let explanation = py.detach(|| Explanation::new(&request, message, &selection));
+        py.import("json")?
+            .getattr("loads")?
+            .call1((explanation.to_json(),))
     }
 
     fn abort(&self, reason: &str) {

@@ -110,6 +110,13 @@ fn collective(error: &CollectiveError, failure: Option<&Failure>) -> Exception {
             Exception::new("UsageError", message).number("rank", *rank)
         }
         CollectiveError::NeedsSymmetric { .. } => Exception::new("UsageError", message),
+        CollectiveError::Registry(_) => Exception::new("PlanError", message),
+        CollectiveError::SelectorsDiffer(difference) => {
+            Exception::new("Mismatch", message).number("peer", difference.rank)
+        }
+        CollectiveError::PlansDiffer { has, .. } => {
+            Exception::new("Mismatch", message).number("peer", *has)
+        }
         CollectiveError::Panicked { rank } => {
             Exception::new("Error", message).number("rank", *rank)
         }

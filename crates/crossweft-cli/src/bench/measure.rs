@@ -16,8 +16,9 @@ use crossweft_hal as hal;
 use crossweft_verify::{Pattern, fingerprint};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::options::{Bench as Options, Buffers};
+use super::options::Bench as Options;
 use super::report::{Header, Report, Row};
+use crate::values::Buffers;
 use crate::verdict::TestData;
 use crate::{Format, print_line};
 
@@ -31,6 +32,9 @@ pub(crate) fn run(
 ) -> Result<u64, CollectiveError> {
     let (rank, world_size) = (communicator.rank(), communicator.world_size());
     let usage = |reason| CollectiveError::Usage { rank, reason };
+    for plan in &options.common.plan {
+        communicator.register_file(plan)?;
+    }
     let sizes = options.sizes(world_size);
     let max = sizes.iter().copied().max().unwrap_or(0) / options.blocks(world_size).2;
     let shape = Shape::new(options, rank, world_size);
@@ -48,6 +52,7 @@ pub(crate) fn run(
         prepare.pre_multiply = options.scalar().map_err(usage)?;
         prepare.algorithm = options.algorithm().map_err(usage)?;
         prepare.blocks = options.common.blocks;
+        prepare.in_place = Some(options.common.in_place);
         if let Memory::Symmetric { input, output } = &memory {
             prepare = prepare.symmetric(input, output);
         }
@@ -102,10 +107,10 @@ impl Call {
         }
     }
 
-    fn algorithm(&self, message: u64) -> &'static str {
+    fn algorithm(&self, message: u64) -> String {
         match self {
-            Self::Plans(call) => call.explain(message).algorithm.name(),
-            Self::Messages(_) => "messages",
+            Self::Plans(call) => call.explain(message).algorithm.to_string(),
+            Self::Messages(_) => "messages".to_owned(),
         }
     }
 }

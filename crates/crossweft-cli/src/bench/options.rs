@@ -1,14 +1,15 @@
 //! The command line of `bench`.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use crossweft_collective::{Algorithm, Collective, DataType, Devices, Scalar};
 
 use crate::Format;
 use crate::doctor::DEFAULT_RANKS;
-use crate::job::{JobOptions, Start};
-use crate::values::{Device, Operation, Size, dtype, names, operation};
+use crate::job::JobOptions;
+use crate::values::{Buffers, Device, Operation, Size, dtype, names, operation};
 
 /// Options of every collective.
 #[derive(Clone, Debug, Args)]
@@ -43,6 +44,9 @@ pub(crate) struct Common {
     /// Use one algorithm for every size instead of choosing by size.
     #[arg(long, value_name = "NAME")]
     pub(crate) algorithm: Option<String>,
+    /// A plan to choose from beside the built-in algorithms, of crossweft or of MSCCL++; may be repeated.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plan: Vec<PathBuf>,
     /// Thread blocks of each rank, instead of as many as the selector thinks fit.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) blocks: Option<u32>,
@@ -62,15 +66,6 @@ pub(crate) struct Common {
     /// For people, or for programs.
     #[arg(long, value_enum, default_value_t = Format::Table)]
     pub(crate) format: Format,
-}
-
-/// Where buffers lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Buffers {
-    /// Memory that all ranks can reach.
-    Symmetric,
-    /// Memory of each rank's own.
-    Private,
 }
 
 /// Options of collectives that reduce.
@@ -238,30 +233,8 @@ impl Common {
 
     /// The job that is to be run.
     pub(crate) fn job(&self, devices: Devices) -> JobOptions {
-        JobOptions {
-            devices,
-            start: if self.threads {
-                Start::Threads
-            } else {
-                Start::Processes
-            },
-            ranks: self.ranks(),
-            refuse: match self.ranks {
-                // Whatever number the launcher has.
-                None => |_, _| None,
-                Some(_) => |ranks, job| {
-                    (ranks != job.world_size).then(|| {
-                        format!(
-                            "--ranks {ranks}, but {} started {}; leave --ranks out",
-                            job.launcher, job.world_size
-                        )
-                    })
-                },
-            },
-            timeout: Duration::from_secs(self.timeout),
-            bind: !self.no_bind,
-            arguments: &[],
-        }
+        let timeout = Duration::from_secs(self.timeout);
+        JobOptions::new(self.ranks, self.threads, devices, timeout, !self.no_bind)
     }
 
     /// Timed calls of a size.

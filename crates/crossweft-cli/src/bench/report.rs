@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 use crossweft_collective::{Collective, Communicator};
 use serde::Serialize;
 
-use super::options::{Bench, Buffers};
+use super::options::Bench;
+use crate::values::Buffers;
 
 /// One size's result.
 #[derive(Clone, Debug, Serialize)]
@@ -19,7 +20,7 @@ pub(crate) struct Row {
     /// The reduce operation, or `none`.
     pub(crate) op: &'static str,
     /// The algorithm chosen.
-    pub(crate) algorithm: &'static str,
+    pub(crate) algorithm: String,
     /// Timed calls.
     pub(crate) iterations: usize,
     /// Mean time of a call, in microseconds, of the slowest rank each time.
@@ -49,7 +50,7 @@ impl Row {
         options: &Bench,
         world_size: u32,
         bytes: u64,
-        algorithm: &'static str,
+        algorithm: String,
         mut times: Vec<f64>,
         mut graph: Vec<f64>,
         wrong: u64,
@@ -145,6 +146,8 @@ pub(crate) struct Header {
     pub(crate) buffers: &'static str,
     /// What was chosen, and why.
     pub(crate) chosen: String,
+    /// Where choices come from.
+    pub(crate) chosen_by: String,
 }
 
 impl Header {
@@ -169,6 +172,7 @@ impl Header {
                 Buffers::Private => "private",
             },
             chosen,
+            chosen_by: communicator.selection().source().to_owned(),
         }
     }
 
@@ -180,6 +184,7 @@ impl Header {
             device,
             buffers,
             chosen,
+            chosen_by,
             machine,
             version,
             ..
@@ -204,6 +209,7 @@ impl Header {
         );
         let _ = writeln!(text, "# machine: {machine}");
         let _ = writeln!(text, "# chosen: {chosen}");
+        let _ = writeln!(text, "# chosen by {chosen_by}");
         let _ = writeln!(
             text,
             "#{:>11} {:>12} {:>7} {:>6} {:>10} {:>7} {:>7} {:>7}  {:<16}{:>10} {:>10}",

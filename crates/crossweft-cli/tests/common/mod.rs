@@ -18,13 +18,15 @@ const LAUNCHER_VARIABLES: [&str; 12] = [
     "SLURM_PROCID",
 ];
 
-/// `crossweft` with these arguments, no input, and no launcher around it.
+/// `crossweft` with these arguments, no input, no launcher around it, and nothing of what this machine was tuned to.
 pub(crate) fn crossweft<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_crossweft"));
     command.args(arguments).stdin(Stdio::null());
     for variable in LAUNCHER_VARIABLES {
         command.env_remove(variable);
     }
+    command.env_remove("CROSSWEFT_PLANS");
+    command.env("CROSSWEFT_TUNING", "off");
     command
 }
 

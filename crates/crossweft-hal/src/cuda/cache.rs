@@ -111,7 +111,11 @@ impl Cache {
     #[must_use]
     pub fn usage(&self) -> (u64, u64) {
         let entries = self.directory.iter().flat_map(fs::read_dir).flatten();
-        let entries = entries.flatten().filter_map(|entry| entry.metadata().ok());
+        // Files of other kinds, which have a name of their own, are no entries.
+        let entries = entries
+            .flatten()
+            .filter(|entry| entry.path().extension().is_none())
+            .filter_map(|entry| entry.metadata().ok());
         let files = entries.filter(fs::Metadata::is_file);
         files.fold((0, 0), |(count, bytes), file| {
             (count + 1, bytes + file.len())
@@ -125,11 +129,39 @@ impl Cache {
         (count(&self.hits), count(&self.misses))
     }
 
+    /// What a file of that name in the directory holds, if there is one.
+    ///
+    /// # Errors
+    /// It cannot be read, or others than this user could have written it.
+    pub fn file(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
+        let Some(directory) = &self.directory else {
+            return Ok(None);
+        };
+        match read(&directory.join(name)) {
+            Ok(text) => Ok(Some(text)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes a file of that name into the directory, whole or not at all, and returns its path; none where nothing is
+    /// kept.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn store_file(&self, name: &str, text: &[u8]) -> io::Result<Option<PathBuf>> {
+        let Some(directory) = &self.directory else {
+            return Ok(None);
+        };
+        write(directory, name, &[text])?;
+        Ok(Some(directory.join(name)))
+    }
+
     /// The value stored under `key`, if it is there and whole.
     pub(super) fn load(&self, key: &Key) -> Option<Vec<u8>> {
         let found = self.directory.as_ref().and_then(|directory| {
             let path = directory.join(&key.name);
-            match read(&path) {
+            match read(&path).and_then(unwrap) {
                 Ok(value) => Some(value),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => None,
                 Err(error) => {
@@ -149,16 +181,20 @@ impl Cache {
 
     /// Stores a value under `key`, if that is possible.
     pub(super) fn store(&self, key: &Key, value: &[u8]) {
+        let header: [&[u8]; 2] = [MAGIC, &Sha256::digest(value)];
         if let Some(directory) = &self.directory
-            && let Err(error) = write(directory, &key.name, value)
+            && let Err(error) = write(directory, &key.name, &[header[0], header[1], value])
         {
             tracing::debug!(directory = %directory.display(), %error, "nothing is cached");
         }
     }
 }
 
+fn damaged(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
+}
+
 fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let damaged = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits().cast_signed())
@@ -174,6 +210,11 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     }
     let mut bytes = Vec::new();
     file.take(LARGEST).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// The value of an entry.
+fn unwrap(mut bytes: Vec<u8>) -> io::Result<Vec<u8>> {
     let (header, value) = bytes
         .split_at_checked(HEADER)
         .ok_or_else(|| damaged("it is truncated"))?;
@@ -184,7 +225,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn write(directory: &Path, name: &str, value: &[u8]) -> io::Result<()> {
+fn write(directory: &Path, name: &str, parts: &[&[u8]]) -> io::Result<()> {
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
@@ -200,9 +241,9 @@ fn write(directory: &Path, name: &str, value: &[u8]) -> io::Result<()> {
             .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits().cast_signed())
             .mode(0o600)
             .open(&aside)?;
-        file.write_all(MAGIC)?;
-        file.write_all(&Sha256::digest(value))?;
-        file.write_all(value)?;
+        for part in parts {
+            file.write_all(part)?;
+        }
         fs::rename(&aside, directory.join(name))
     };
     written().inspect_err(|_| {
@@ -265,6 +306,23 @@ mod tests {
         fs::write(directory.path().join("elsewhere"), &whole).unwrap();
         std::os::unix::fs::symlink(directory.path().join("elsewhere"), &path).unwrap();
         assert_eq!(cache.load(&key()), None, "a link");
+    }
+
+    #[test]
+    fn files_are_written_whole_and_read_if_nobody_else_could_have() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::at(&directory.path().join("a"));
+        assert_eq!(cache.file("t.json").unwrap(), None);
+        let path = cache.store_file("t.json", b"{}").unwrap().unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"{}");
+        assert_eq!(cache.file("t.json").unwrap().unwrap(), b"{}");
+        let names = fs::read_dir(directory.path().join("a")).unwrap();
+        assert_eq!(names.count(), 1, "nothing is left beside it");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o622)).unwrap();
+        assert!(cache.file("t.json").is_err());
+        assert_eq!(cache.usage(), (0, 0), "it is no entry");
+        assert_eq!(Cache::none().store_file("t.json", b"{}").unwrap(), None);
+        assert!(Cache::at(&path).store_file("t.json", b"{}").is_err());
     }
 
     #[test]

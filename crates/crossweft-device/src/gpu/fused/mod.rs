@@ -128,6 +128,10 @@ unsafe fn store<B: Block>(addr: u64, piece: Piece, left: u64) {
 /// As for [`load`].
 #[cold]
 #[inline(never)]
+#[allow(
+    clippy::extra_unused_type_parameters,
+    reason = "compiled with the kernel that calls it"
+)]
 unsafe fn load_part<B: Block>(addr: u64, left: u64) -> u128 {
     let (mut all, mut k) = (0, left);
     while k > 0 {
@@ -142,6 +146,10 @@ unsafe fn load_part<B: Block>(addr: u64, left: u64) -> u128 {
 /// As for [`load`].
 #[cold]
 #[inline(never)]
+#[allow(
+    clippy::extra_unused_type_parameters,
+    reason = "compiled with the kernel that calls it"
+)]
 unsafe fn store_part<B: Block>(addr: u64, low: u64, high: u64, left: u64) {
     let (mut all, mut k) = (u128::from(high) << 64 | u128::from(low), 0);
     while k < left {

@@ -1,0 +1,294 @@
+//! Choices for a request: what was measured on this machine, else the shipped rule; and where a plan of the user's was
+//! not measured, what the cost model says of it.
+//!
+//! The same table, plans and request give the same choices on every rank.
+
+use std::borrow::Cow;
+
+use crossweft_plan::Plan;
+use crossweft_plan::cost::{Topology, predict};
+
+use crate::candidate::{Candidate, DeviceKind, Request};
+use crate::registry::{Entry, Registry};
+use crate::selector::{Choice, Selector};
+use crate::table::{Measurements, Row, TuningTable};
+
+/// What the shipped rule takes keeps its place against one that is not faster than by this, and so does the winner of the
+/// size before: two that are as good as each other would take turns, and each is a plan with memory of its own.
+const WORTH_A_CHANGE: f64 = 0.97;
+
+/// The choices for a request.
+pub(crate) fn choose(
+    request: &Request,
+    registry: &Registry,
+    table: Option<&TuningTable>,
+) -> Selector {
+    let without = measured(request, &Registry::new(), table);
+    if registry.plans().is_empty() {
+        return Selector::of(without, Vec::new());
+    }
+    let with = measured(request, registry, table);
+    let with = predicted(with, request, registry, table);
+    let otherwise = match with
+        .iter()
+        .all(|choice| choice.algorithm.built_in().is_some())
+    {
+        true => Vec::new(),
+        false => without,
+    };
+    Selector::of(with, otherwise)
+}
+
+/// The shipped rule.
+pub(crate) fn shipped(request: &Request) -> Selector {
+    let Request {
+        collective,
+        world_size,
+        place,
+        max_bytes,
+        ..
+    } = *request;
+    match request.device {
+        DeviceKind::Cpu => Selector::new(collective, world_size, place, max_bytes),
+        DeviceKind::Cuda => Selector::for_gpus(collective, world_size, place, max_bytes),
+    }
+}
+
+/// What was measured, and the shipped rule for other sizes.
+pub(crate) fn measured(
+    request: &Request,
+    registry: &Registry,
+    table: Option<&TuningTable>,
+) -> Vec<Choice> {
+    let shipped = shipped(request);
+    let Some(found) = table.and_then(|table| table.find(request)) else {
+        return shipped.choices().to_vec();
+    };
+    let contest = Contest::new(request, registry, found);
+    let mut choices: Vec<Choice> = Vec::new();
+    let mut up_to = 0;
+    let mut winner = None;
+    for row in &found.rows {
+        if up_to >= request.max_bytes {
+            break;
+        }
+        let below = row.bytes.min(request.max_bytes);
+        let usual = &shipped.all()[shipped.select(below)];
+        winner = contest.winner(row, [contest.index(usual), winner]);
+        match winner.and_then(|index| contest.choice(row, index, below)) {
+            Some(choice) => append(&mut choices, choice),
+            None => rest(&shipped, up_to, below).for_each(|choice| append(&mut choices, choice)),
+        }
+        up_to = below;
+    }
+    if up_to < request.max_bytes || choices.is_empty() {
+        rest(&shipped, up_to, request.max_bytes).for_each(|choice| append(&mut choices, choice));
+    }
+    choices
+}
+
+/// A selector's choices for sizes above `from` up to `to`.
+fn rest(selector: &Selector, from: u64, to: u64) -> impl Iterator<Item = Choice> {
+    let choices = selector.choices();
+    // All sizes may be 0.
+    let first = choices.iter().position(|c| c.up_to > from || from == to);
+    let last = choices.iter().position(|c| c.up_to >= to);
+    let end = last.map_or(choices.len(), |last| last + 1);
+    let those = choices.get(first.unwrap_or(end)..end).unwrap_or_default();
+    those.iter().map(move |choice| {
+        let up_to = choice.up_to.min(to);
+        Choice {
+            up_to,
+            piece: choice.piece.min(up_to),
+            ..choice.clone()
+        }
+    })
+}
+
+/// Neighbours that are the same become one.
+fn append(choices: &mut Vec<Choice>, choice: Choice) {
+    match choices.last_mut() {
+        Some(last) if (&last.algorithm, last.blocks) == (&choice.algorithm, choice.blocks) => {
+            let piece = last.piece.max(choice.piece);
+            *last = Choice { piece, ..choice };
+        }
+        _ => choices.push(choice),
+    }
+}
+
+/// Who may win a measurement's rows.
+struct Contest<'a> {
+    request: &'a Request,
+    measurements: &'a Measurements,
+    /// By measured candidate: what it is, if it may be chosen.
+    allowed: Vec<Option<Entry>>,
+}
+
+impl<'a> Contest<'a> {
+    fn new(request: &'a Request, registry: &Registry, measurements: &'a Measurements) -> Self {
+        let entries = registry.entries(request);
+        let allowed = measurements.candidates.iter().map(|measured| {
+            let candidate = measured.candidate(request.collective, registry)?;
+            let is_it =
+                |entry: &&Entry| (&entry.candidate, entry.blocks) == (&candidate, measured.blocks);
+            entries.iter().find(is_it).cloned()
+        });
+        Self {
+            request,
+            measurements,
+            allowed: allowed.collect(),
+        }
+    }
+
+    /// Which of the measured candidates a choice is, if it may win.
+    fn index(&self, choice: &Choice) -> Option<usize> {
+        let is_it =
+            |entry: &Entry| (&entry.candidate, entry.blocks) == (&choice.algorithm, choice.blocks);
+        let mut allowed = self.allowed.iter();
+        allowed.position(|entry| entry.as_ref().is_some_and(is_it))
+    }
+
+    /// The fastest in a row, unless it is hardly faster than one of those.
+    fn winner(&self, row: &Row, unless: [Option<usize>; 2]) -> Option<usize> {
+        let of = |index: usize| {
+            let entry = self.allowed[index].as_ref()?;
+            let fits = entry
+                .most
+                .is_ok_and(|most| row.bytes.min(self.request.max_bytes) <= most);
+            row.us[index].filter(|_| fits).map(|us| (index, us))
+        };
+        let best = (0..row.us.len())
+            .filter_map(of)
+            .min_by(|(_, a), (_, b)| a.total_cmp(b))?;
+        let as_good = |(_, us): &(usize, f64)| best.1 > us * WORTH_A_CHANGE;
+        let stays = unless.into_iter().flatten().filter_map(of).find(as_good);
+        Some(stays.unwrap_or(best).0)
+    }
+
+    fn choice(&self, row: &Row, index: usize, up_to: u64) -> Option<Choice> {
+        let entry = self.allowed[index].as_ref()?;
+        let us = |index: usize| row.us[index].unwrap_or(f64::INFINITY);
+        let second = (0..row.us.len())
+            .filter(|other| *other != index && us(*other).is_finite())
+            .min_by(|a, b| us(*a).total_cmp(&us(*b)));
+        let second = second.map_or_else(String::new, |other| {
+            let (name, us) = (self.name(other), us(other));
+            format!(", {name} {us:.2}")
+        });
+        Some(Choice {
+            algorithm: entry.candidate.clone(),
+            up_to,
+            piece: entry.candidate.piece(self.request, up_to).min(up_to),
+            blocks: entry.blocks,
+            reason: Cow::Owned(format!(
+                "measured: {:.2} us at {} B{second}",
+                us(index),
+                row.bytes
+            )),
+        })
+    }
+
+    fn name(&self, index: usize) -> String {
+        let measured = &self.measurements.candidates[index];
+        let twice = self.measurements.candidates.iter();
+        match twice.filter(|other| other.name == measured.name).count() {
+            1 => measured.name.clone(),
+            _ => format!("{} of {} blocks", measured.name, measured.blocks),
+        }
+    }
+}
+
+/// The machine that the cost model takes a device for.
+pub(crate) fn topology(device: DeviceKind) -> Topology {
+    match device {
+        DeviceKind::Cpu => Topology::cpu(),
+        DeviceKind::Cuda => Topology::h200(),
+    }
+}
+
+/// Microseconds that the cost model says a message of `bytes` bytes takes, in pieces of `piece`.
+pub(crate) fn predicted_us(
+    plan: &Plan,
+    topology: &Topology,
+    bytes: u64,
+    piece: u64,
+) -> Option<f64> {
+    let piece = piece.clamp(1, bytes.max(1));
+    let us = |bytes| predict(plan, topology, bytes).ok()?.total_us;
+    let (whole, last) = (bytes / piece, bytes % piece);
+    let last = if last == 0 { Some(0.0) } else { us(last) };
+    Some(us(piece)? * whole as f64 + last?)
+}
+
+/// Plans that were not measured take the places where the cost model says that they are faster.
+fn predicted(
+    choices: Vec<Choice>,
+    request: &Request,
+    registry: &Registry,
+    table: Option<&TuningTable>,
+) -> Vec<Choice> {
+    /// The model is looked at for sizes up to this: what follows is as the last.
+    const MOST: u64 = 1 << 30;
+    let found = table.and_then(|table| table.find(request));
+    let was_measured = |hash: &str| {
+        found.is_some_and(|m| m.candidates.iter().any(|measured| measured.plan == hash))
+    };
+    let topology = topology(request.device);
+    let mut choices = choices;
+    for entry in registry.entries(request) {
+        let (Candidate::Plan(plan), Ok(most)) = (&entry.candidate, entry.most) else {
+            continue;
+        };
+        if was_measured(plan.hash()) {
+            continue;
+        }
+        let mut sizes: Vec<u64> = (3..=MOST.ilog2()).map(|power| 1 << power).collect();
+        sizes.extend(choices.iter().map(|choice| choice.up_to));
+        sizes.push(most);
+        sizes.retain(|size| *size <= request.max_bytes);
+        sizes.sort_unstable();
+        sizes.dedup();
+        let mut better = Vec::new();
+        for size in sizes {
+            let Some(choice) = choices.iter().find(|choice| size <= choice.up_to) else {
+                break;
+            };
+            let choice = Choice {
+                up_to: size,
+                piece: choice.piece.min(size),
+                ..choice.clone()
+            };
+            let multiple = plan.constraints().multiple_of;
+            let whole = size / multiple * multiple;
+            let takes = size <= most && whole > 0 && entry.candidate.takes(whole);
+            let times = takes.then(|| {
+                let current = choice
+                    .algorithm
+                    .plan(request.collective, request.world_size, choice.blocks)
+                    .ok()?;
+                let us = |plan: &Plan, piece| predicted_us(plan, &topology, whole.min(MOST), piece);
+                Some((us(plan.plan(), whole)?, us(&current, choice.piece)?))
+            });
+            match times.flatten() {
+                Some((its, current)) if its < current => append(
+                    &mut better,
+                    Choice {
+                        reason: Cow::Owned(format!(
+                            "not measured; the cost model says {its:.2} us at {whole} B, {current:.2} of {}",
+                            choice.algorithm
+                        )),
+                        algorithm: entry.candidate.clone(),
+                        up_to: size,
+                        piece: size,
+                        blocks: entry.blocks,
+                    },
+                ),
+                _ => append(&mut better, choice),
+            }
+        }
+        if !better.is_empty() {
+            choices = better;
+        }
+    }
+    choices
+}
