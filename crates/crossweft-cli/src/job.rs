@@ -242,9 +242,7 @@ fn spawn(options: &JobOptions) -> Result<Exit, JobError> {
         .map(|r| r.unique_id().to_string())
         .unwrap_or_default();
     let program = std::env::current_exe().map_err(|source| JobError::Spawn { rank: 0, source })?;
-    let mut job = Processes {
-        children: Vec::new(),
-    };
+    let mut job = Processes::default();
     for rank in 0..ranks {
         let child = Command::new(&program)
             .args(std::env::args_os().skip(1))
@@ -256,7 +254,7 @@ fn spawn(options: &JobOptions) -> Result<Exit, JobError> {
             .stdin(Stdio::null())
             .spawn()
             .map_err(|source| JobError::Spawn { rank, source })?;
-        job.children.push((rank, child, None));
+        job.add(rank, child);
     }
     let mut exit = Exit::Ok;
     let mut failed: Option<Instant> = None;
@@ -305,8 +303,48 @@ fn judge(rank: u32, status: ExitStatus) -> Exit {
 }
 
 /// Spawned ranks; none outlives this.
-struct Processes {
+#[derive(Debug, Default)]
+pub(crate) struct Processes {
     children: Vec<(u32, Child, Option<ExitStatus>)>,
+}
+
+impl Processes {
+    pub(crate) fn add(&mut self, rank: u32, child: Child) {
+        self.children.push((rank, child, None));
+    }
+
+    /// Waits for all, while `meanwhile` is called now and then; once one has failed, the others have `grace` to end by
+    /// themselves. How those have ended that did, in the order in which they did.
+    pub(crate) fn wait(
+        mut self,
+        grace: Duration,
+        mut meanwhile: impl FnMut(),
+    ) -> io::Result<Vec<ExitStatus>> {
+        let mut ended = Vec::new();
+        let mut failed: Option<Instant> = None;
+        while self.children.iter().any(|(_, _, status)| status.is_none()) {
+            for (_, child, status) in &mut self.children {
+                if status.is_none()
+                    && let Some(end) = child.try_wait()?
+                {
+                    *status = Some(end);
+                    ended.push(end);
+                    if !end.success() {
+                        failed.get_or_insert_with(Instant::now);
+                    }
+                }
+            }
+            if failed.is_some_and(|at| at.elapsed() > grace) {
+                crate::complain(&format!(
+                    "error: ending the ranks that are left, {grace:?} after one has failed"
+                ));
+                break;
+            }
+            meanwhile();
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(ended)
+    }
 }
 
 impl Drop for Processes {

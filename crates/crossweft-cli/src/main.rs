@@ -6,6 +6,7 @@
 //! * [`doctor`]: what this machine offers and what would be used.
 //! * [`plan`]: checks, runs, draws and converts plans.
 //! * [`matrix`]: tries every collective in every circumstance.
+//! * [`run`](mod@run): a program with crossweft's library in NCCL's place.
 //! * [`job`]: where the ranks of a job come from.
 //!
 //! Exit codes: 0 ok, 1 wrong result, 2 bad usage or input, 3 timeout or lost peer. Results go to
@@ -26,6 +27,7 @@ mod explain;
 mod job;
 mod matrix;
 mod plan;
+mod run;
 mod tune;
 mod values;
 mod verdict;
@@ -58,6 +60,8 @@ enum Command {
     Explain(explain::Explain),
     /// Measure all candidates on this machine, and keep the times for later starts to choose by.
     Tune(tune::Tune),
+    /// Run a program that uses NCCL with crossweft's library in NCCL's place, on host memory.
+    Run(run::Options),
     /// Say what this machine offers, what is missing, and what would be used.
     Doctor {
         /// For people, or for programs.
@@ -101,6 +105,7 @@ fn main() -> ExitCode {
         Command::Plan(command) => plan::run(&command).into(),
         Command::Explain(options) => explain::run(&options).into(),
         Command::Tune(options) => tune::run(&options).into(),
+        Command::Run(options) => run::run(&options),
         Command::Doctor { format } => {
             let report = doctor::inspect(Path::new("/"));
             let text = match format {

@@ -216,6 +216,8 @@ impl Candidate {
             {
                 Some(Refusal::NeedsRegistered)
             }
+            // Emulated, peer by peer, it only does what others do with less.
+            Self::BuiltIn(Algorithm::Switch) => Some(Refusal::NoMulticast),
             Self::BuiltIn(Algorithm::Direct)
                 if request.collective == Collective::AllToAll
                     && request.certainly_in_place() != Some(false) =>
@@ -420,6 +422,8 @@ impl Constraints {
 pub enum Refusal {
     /// Buffers are private.
     NeedsRegistered,
+    /// The links' switch does not reduce or broadcast: nothing here uses NVLink multicast yet.
+    NoMulticast,
     /// In place, blocks would overwrite each other.
     Overwrites,
     /// Calls may be out of place.
@@ -472,6 +476,9 @@ impl fmt::Display for Refusal {
         match self {
             Self::NeedsRegistered => f.write_str(
                 "ranks reach into each other's buffers: it needs symmetric memory, these are private",
+            ),
+            Self::NoMulticast => f.write_str(
+                "multicast is off: without a switch that reduces, others do the same with less",
             ),
             Self::Overwrites => f.write_str("in place, blocks would overwrite each other"),
             Self::OnlyInPlace => {

@@ -367,6 +367,12 @@ impl PreparedCollective {
         Ok(())
     }
 
+    /// Bytes of scratch memory that it holds on this rank.
+    #[must_use]
+    pub fn scratch_bytes(&self) -> u64 {
+        self.prepared.iter().map(|plan| plan.scratch_bytes()).sum()
+    }
+
     fn blocks(&self) -> (u32, u32) {
         let blocks = self.collective.blocks(self.communicator.world_size());
         blocks.unwrap_or((1, 1))

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossweft_channel::{Endpoint, RegisteredMemory};
-use crossweft_executor::{Options, Stage, Staged};
-use crossweft_hal::Device;
+use crossweft_executor::{OneSided, Options, Stage, Staged};
+use crossweft_hal::{Device, Memory};
 use crossweft_net::launch::Job;
 use crossweft_net::{Cancel, Group, JoinOptions, RendezvousOptions, UniqueId};
 use crossweft_plan::{Collective, Plan};
@@ -209,6 +209,17 @@ impl Communicator {
         Ok(SymmetricBuffer { memory, bytes })
     }
 
+    /// Makes `memory` of every rank, all of one size, known to all ranks. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`allocate`](Self::allocate).
+    pub fn register_memory(&self, memory: Memory) -> Result<SymmetricBuffer, CollectiveError> {
+        let bytes = memory.bytes();
+        let what = "registering memory";
+        let memory = self.endpoint.register(memory, what, self.deadline())?;
+        Ok(SymmetricBuffer { memory, bytes })
+    }
+
     /// Prepares an all-reduce: every rank's output is the reduction of all inputs. Collective; blocks.
     ///
     /// # Errors
@@ -347,6 +358,15 @@ impl Communicator {
     /// or ranks compute on GPUs.
     pub fn exchange(&self, options: &ExchangeOptions) -> Result<Exchange, CollectiveError> {
         Exchange::prepare(self, options)
+    }
+
+    /// Prepares puts into symmetric memory and signals, from the host. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`exchange`](Self::exchange).
+    pub fn one_sided(&self) -> Result<OneSided, CollectiveError> {
+        let (limit, deadline) = (self.options.timeout, self.deadline());
+        Ok(OneSided::prepare(&self.endpoint, limit, deadline)?)
     }
 
     /// Prepares any plan, for buffers anywhere. Collective; blocks.

@@ -222,6 +222,12 @@ impl Exchange {
         Ok(Self { inner })
     }
 
+    /// Bytes of memory that it holds on this rank.
+    #[must_use]
+    pub fn ring_bytes(&self) -> u64 {
+        self.inner.ring_bytes()
+    }
+
     /// An empty group of sends and receives.
     #[inline]
     pub fn group(&self) -> Group<'_> {

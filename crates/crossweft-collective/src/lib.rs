@@ -39,7 +39,7 @@ pub use candidate::{
 pub use collective::{AllReduce, AllReduceOptions, CollectiveOptions, Memory, PreparedCollective};
 pub use communicator::{Communicator, CommunicatorOptions, SymmetricBuffer};
 pub use crossweft_device::{DataType, ReduceOp};
-pub use crossweft_executor::{ExchangeError, Scalar, Schedule};
+pub use crossweft_executor::{ExchangeError, OneSided, Scalar, Schedule};
 pub use crossweft_plan::Collective;
 pub use devices::Devices;
 pub use error::{CollectiveError, SelectorDifference};

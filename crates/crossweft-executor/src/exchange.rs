@@ -434,7 +434,7 @@ pub struct Exchange {
     // What the program points to.
     image: Image,
     fault: u64,
-    _rings: Arc<RegisteredMemory>,
+    rings: Arc<RegisteredMemory>,
 }
 
 /// Where a launch's transfers are laid out.
@@ -562,7 +562,7 @@ impl Exchange {
             memories,
             image,
             fault,
-            _rings: rings,
+            rings,
         }))
     }
 
@@ -593,6 +593,12 @@ impl Exchange {
     #[must_use]
     pub fn slot_payload(&self) -> u64 {
         self.program.slot_bytes - HEADER
+    }
+
+    /// Bytes of the rings that it holds on this rank.
+    #[must_use]
+    pub fn ring_bytes(&self) -> u64 {
+        self.rings.bytes()
     }
 
     fn usage(&self, reason: String) -> ExchangeError {

@@ -7,10 +7,11 @@
 //!
 //! [`Staged`] takes buffers anywhere, through registered memory where the plan asks for it.
 //!
-//! [`Exchange`] is for messages between pairs of ranks that no plan knows beforehand.
+//! [`Exchange`] is for messages between pairs of ranks that no plan knows beforehand; [`OneSided`] for what needs
+//! no call of the peer.
 //!
 //! `unsafe` is confined to the modules `launch` and `exchange`, which hand tables to the device code, `cuda` and
-//! `staged`, which do so on a GPU, `pre_multiply`, and `turn`.
+//! `staged`, which do so on a GPU, `one_sided`, `pre_multiply`, and `turn`.
 #![deny(missing_docs, unsafe_code)]
 
 mod cuda;
@@ -18,6 +19,7 @@ mod error;
 mod exchange;
 mod fused;
 mod launch;
+mod one_sided;
 mod pre_multiply;
 mod prepared;
 mod staged;
@@ -32,6 +34,7 @@ pub use exchange::{
 };
 pub use fused::fused_form;
 pub use launch::RawBuffers;
+pub use one_sided::OneSided;
 pub use pre_multiply::Scalar;
 pub use prepared::{Buffers, Options, Prepared};
 pub use staged::{Stage, Staged};

@@ -179,7 +179,7 @@ pub struct Prepared {
     shape: Shape,
     // What the program points to.
     _tables: Tables,
-    _scratch: Option<Arc<RegisteredMemory>>,
+    scratch: Option<Arc<RegisteredMemory>>,
 }
 
 impl Prepared {
@@ -289,7 +289,7 @@ impl Prepared {
             options,
             shape,
             _tables: tables,
-            _scratch: scratch_memory,
+            scratch: scratch_memory,
         }))
     }
 
@@ -318,6 +318,12 @@ impl Prepared {
     #[must_use]
     pub fn max_bytes(&self) -> u64 {
         self.options.max_bytes
+    }
+
+    /// Bytes of scratch memory that it holds on this rank.
+    #[must_use]
+    pub fn scratch_bytes(&self) -> u64 {
+        self.scratch.as_ref().map_or(0, |memory| memory.bytes())
     }
 
     /// Bytes of the message whose input has `input` bytes and whose output has `output`; a buffer of this rank that

@@ -175,20 +175,15 @@ impl Job {
             return host(rendezvous);
         }
         match self.exchange_name() {
-            Some(name) if self.local_size == self.world_size => {
-                if !is_root {
-                    let id = id_exchange::from_socket(&name, self.rank, cancel, deadline)?;
-                    return join(&id);
-                }
-                let rendezvous = Rendezvous::start(rendezvous)?;
-                let _server = id_exchange::IdServer::start(
-                    &name,
-                    &rendezvous.unique_id(),
-                    self.world_size,
-                    deadline,
-                )?;
-                host(rendezvous)
-            }
+            Some(name) if self.local_size == self.world_size => join_by_name(
+                &name,
+                (self.rank, self.world_size),
+                &JoinOptions {
+                    timeout: deadline.saturating_duration_since(Instant::now()),
+                    ..options.clone()
+                },
+                rendezvous,
+            ),
             _ => Err(NetError::NoUniqueId {
                 launcher: self.launcher.to_string(),
             }),
@@ -202,11 +197,39 @@ impl Job {
             (None, Launcher::Mpich) => format!("parent {}", std::os::unix::process::parent_id()),
             (None, _) => return None,
         };
-        Some(id_exchange::socket_name(&format!(
-            "{} {} {name}",
-            self.launcher, self.world_size
-        )))
+        Some(format!("{} {} {name}", self.launcher, self.world_size))
     }
+}
+
+/// Joins, as `rank` of `world_size`, the job of this user and this host that `name` names: rank 0 runs the
+/// rendezvous as `rendezvous` says and hands its id to the others over a Unix socket, which only processes
+/// of the same user can use. A name can be used again once its group has formed.
+pub fn join_by_name(
+    name: &str,
+    (rank, world_size): (u32, u32),
+    options: &JoinOptions,
+    rendezvous: &RendezvousOptions,
+) -> Result<Group, NetError> {
+    let deadline = poll::after(Instant::now(), options.timeout);
+    let join = |id: &UniqueId| {
+        let timeout = deadline.saturating_duration_since(Instant::now());
+        let options = JoinOptions {
+            timeout,
+            ..options.clone()
+        };
+        Group::join(id, rank, world_size, &options)
+    };
+    let name = id_exchange::socket_name(name);
+    if rank != 0 {
+        let cancel = options.cancel.as_ref();
+        return join(&id_exchange::from_socket(&name, rank, cancel, deadline)?);
+    }
+    let rendezvous = Rendezvous::start(rendezvous)?;
+    let id = rendezvous.unique_id();
+    let _server = id_exchange::IdServer::start(&name, &id, world_size, deadline)?;
+    let group = join(&id)?;
+    rendezvous.wait()?;
+    Ok(group)
 }
 
 fn crossweft<F: Fn(&str) -> Option<String>>(env: &Environment<'_, F>) -> Result<Job, NetError> {

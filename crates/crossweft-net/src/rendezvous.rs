@@ -85,6 +85,11 @@ impl Rendezvous {
         self.thread.take().map_or(Ok(()), join)
     }
 
+    /// Lets it go on by itself: it ends when all ranks have joined, or with its timeout.
+    pub fn detach(mut self) {
+        drop(self.thread.take());
+    }
+
     fn run(id: UniqueId, listener: TcpListener, timeout: Duration) -> Result<Self, NetError> {
         let stop = Arc::new(AtomicBool::new(false));
         let waker = Arc::new(Waker::new()?);
@@ -112,9 +117,12 @@ impl Rendezvous {
 
 impl Drop for Rendezvous {
     fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
         self.stop.store(true, Ordering::Relaxed);
         self.waker.wake();
-        if let Some(Err(error)) = self.thread.take().map(join) {
+        if let Err(error) = join(thread) {
             tracing::debug!(%error, "the rendezvous ended");
         }
     }

@@ -1,0 +1,191 @@
+//! `crossweft run`: a program that uses NCCL, with crossweft's library in NCCL's place.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::net::TcpListener;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, ExitStatus};
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::complain;
+use crate::exit::Exit;
+use crate::job::Processes;
+
+/// Where the library tells this command that a process uses it.
+const REPORT: &str = "CROSSWEFT_RUN_REPORT";
+/// The library's file, beside this command or in the `lib` folder beside its own.
+const LIBRARY: &str = "libcrossweft_nccl.so";
+/// How long other ranks may take to end by themselves once one of them has failed.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// What to run.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Start so many processes, and tell each its rank as torchrun does (RANK, WORLD_SIZE, LOCAL_RANK,
+    /// LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without it the program is started once and told nothing, as
+    /// for one that is a launcher itself.
+    #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..))]
+    ranks: Option<u32>,
+    /// The library; it lies beside this command unless given.
+    #[arg(long)]
+    library: Option<PathBuf>,
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+/// Why nothing was run, or how it ended.
+#[derive(Debug, thiserror::Error)]
+enum RunError {
+    #[error(
+        "{LIBRARY} is not beside this command: build it with `cargo build --release -p crossweft-nccl`, or \
+         give --library"
+    )]
+    NoLibrary,
+    #[error("library {}: {source}", path.display())]
+    Library {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("cannot start {}: {source}", program.display())]
+    Start {
+        program: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("{what}: {source}")]
+    System {
+        what: &'static str,
+        source: std::io::Error,
+    },
+}
+
+/// Runs the program; its exit code, or that of the first rank that failed.
+pub(crate) fn run(options: &Options) -> ExitCode {
+    match try_run(options) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            complain(&format!("error: {error}"));
+            Exit::Usage.into()
+        }
+    }
+}
+
+fn try_run(options: &Options) -> Result<u8, RunError> {
+    let library = library(options.library.as_deref())?;
+    let system = |what| move |source| RunError::System { what, source };
+    let name = format!("crossweft-run-{}", std::process::id());
+    let address = SocketAddr::from_abstract_name(&name).map_err(system("naming a socket"))?;
+    let reports = UnixDatagram::bind_addr(&address).map_err(system("listening for the library"))?;
+    reports
+        .set_nonblocking(true)
+        .map_err(system("listening for the library"))?;
+
+    let ranks = options.ranks.unwrap_or(1);
+    let port = free_port().map_err(system("finding a free port"))?;
+    let mut job = Processes::default();
+    for rank in 0..ranks {
+        let mut command = Command::new(&options.program[0]);
+        command
+            .args(&options.program[1..])
+            .env("LD_PRELOAD", preload(&library))
+            .env(REPORT, &name);
+        if std::env::var_os("CROSSWEFT_DEVICE").is_none() {
+            command.env("CROSSWEFT_DEVICE", "cpu");
+        }
+        if options.ranks.is_some() {
+            for (name, number) in [
+                ("RANK", rank),
+                ("WORLD_SIZE", ranks),
+                ("LOCAL_RANK", rank),
+                ("LOCAL_WORLD_SIZE", ranks),
+            ] {
+                command.env(name, number.to_string());
+            }
+            command.env("MASTER_ADDR", "127.0.0.1");
+            command.env("MASTER_PORT", port.to_string());
+        }
+        let child = command.spawn().map_err(|source| RunError::Start {
+            program: options.program[0].clone().into(),
+            source,
+        })?;
+        job.add(rank, child);
+    }
+
+    let mut users = BTreeSet::new();
+    let ended = job.wait(GRACE, || hear(&reports, &mut users));
+    let ended = ended.map_err(system("waiting for the program"))?;
+    hear(&reports, &mut users);
+    say(&users, &library);
+    Ok(ended
+        .into_iter()
+        .map(code)
+        .find(|&code| code != 0)
+        .unwrap_or(0))
+}
+
+/// The library that was asked for, or the one beside this command.
+fn library(given: Option<&Path>) -> Result<PathBuf, RunError> {
+    if let Some(path) = given {
+        return path.canonicalize().map_err(|source| RunError::Library {
+            path: path.to_owned(),
+            source,
+        });
+    }
+    let own = std::env::current_exe().ok();
+    let folder = own
+        .as_deref()
+        .and_then(Path::parent)
+        .ok_or(RunError::NoLibrary)?;
+    let places = [folder.join(LIBRARY), folder.join("../lib").join(LIBRARY)];
+    let found = places.iter().find_map(|place| place.canonicalize().ok());
+    found.ok_or(RunError::NoLibrary)
+}
+
+/// The library before whatever is preloaded anyway.
+fn preload(library: &Path) -> OsString {
+    let mut list = library.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        list.push(":");
+        list.push(others);
+    }
+    list
+}
+
+/// A port that nobody listens on now.
+fn free_port() -> std::io::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+/// Takes note of the processes that have said that they use the library.
+fn hear(reports: &UnixDatagram, users: &mut BTreeSet<u32>) {
+    let mut text = [0; 16];
+    while let Ok(length) = reports.recv(&mut text) {
+        let pid = std::str::from_utf8(&text[..length])
+            .ok()
+            .and_then(|pid| pid.parse().ok());
+        users.extend::<Option<u32>>(pid);
+    }
+}
+
+fn say(users: &BTreeSet<u32>, library: &Path) {
+    let library = library.display();
+    complain(&match users.len() {
+        0 => format!(
+            "crossweft run: no process has made a communicator with {library}: does the program use NCCL, and is it \
+             neither linked statically nor told where NCCL lies (VLLM_NCCL_SO_PATH, SGLANG_NCCL_SO_PATH)?"
+        ),
+        1 => format!("crossweft run: 1 process has made communicators with {library}"),
+        n => format!("crossweft run: {n} processes have made communicators with {library}"),
+    });
+}
+
+/// As a shell has it.
+fn code(status: ExitStatus) -> u8 {
+    let code = status.code().or(status.signal().map(|signal| 128 + signal));
+    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
+}

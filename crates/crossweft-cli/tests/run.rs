@@ -1,0 +1,146 @@
+//! `crossweft run`, with a library that says what NCCL's would.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{crossweft, text};
+
+/// A library that reports each process it is loaded into, as crossweft's does at its first communicator.
+const REPORTS: &str = r#"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <stddef.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+__attribute__((constructor)) static void report(void) {
+    const char* name = getenv("CROSSWEFT_RUN_REPORT");
+    struct sockaddr_un to = {AF_UNIX, {0}};
+    char pid[16];
+    if (!name) return;
+    size_t length = strlen(name);
+    memcpy(to.sun_path + 1, name, length);
+    int socket_ = socket(AF_UNIX, SOCK_DGRAM, 0);
+    int count = snprintf(pid, sizeof pid, "%d", getpid());
+    sendto(socket_, pid, (size_t)count, 0, (void*)&to, offsetof(struct sockaddr_un, sun_path) + 1 + length);
+    close(socket_);
+}
+"#;
+
+fn library(folder: &Path, source: &str) -> PathBuf {
+    let (c, library) = (folder.join("library.c"), folder.join("library.so"));
+    std::fs::write(&c, source).unwrap();
+    let mut cc = Command::new("cc");
+    let status = cc
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(&c)
+        .status();
+    assert!(status.unwrap().success());
+    library
+}
+
+#[test]
+fn ranks_are_told_who_they_are_and_users_are_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(folder.path(), REPORTS);
+    let library = library.to_str().unwrap();
+    let script = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $CROSSWEFT_DEVICE, ${MASTER_PORT:+port}";
+    let arguments = [
+        "run",
+        "-n",
+        "3",
+        "--library",
+        library,
+        "--",
+        "sh",
+        "-c",
+        script,
+    ];
+    let output = crossweft(arguments).output().unwrap();
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{err}");
+    let mut lines: Vec<&str> = out.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(
+        lines,
+        [
+            "0 of 3, 0 of 3, cpu, port",
+            "1 of 3, 1 of 3, cpu, port",
+            "2 of 3, 2 of 3, cpu, port"
+        ]
+    );
+    assert!(
+        err.contains("3 processes have made communicators with"),
+        "{err}"
+    );
+}
+
+#[test]
+fn a_program_that_does_not_use_it_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(folder.path(), "int nothing;");
+    let library = library.to_str().unwrap();
+    let output = crossweft([
+        "run",
+        "--library",
+        library,
+        "sh",
+        "-c",
+        "exit $((7 + ${RANK:-0}))",
+    ]);
+    let output = { output }.output().unwrap();
+    let err = text(&output.stderr);
+    // The program's own code.
+    assert_eq!(output.status.code(), Some(7), "{err}");
+    assert!(err.contains("no process has made a communicator"), "{err}");
+}
+
+#[test]
+fn what_cannot_be_run_is_said() {
+    for (arguments, words) in [
+        (
+            &["run", "--library", "/no/such/library.so", "true"][..],
+            "/no/such/library.so",
+        ),
+        (
+            &["run", "--library", "/proc/self/exe", "/no/such/program"][..],
+            "cannot start /no/such/program",
+        ),
+        (&["run", "-n", "0", "true"][..], "0"),
+        (&["run"][..], "PROGRAM"),
+    ] {
+        let output = crossweft(arguments.iter().copied()).output().unwrap();
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {err}");
+        assert!(err.contains(words), "{arguments:?}: {err}");
+    }
+}
+
+#[test]
+fn ranks_do_not_outlive_one_that_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(folder.path(), "int nothing;");
+    let library = library.to_str().unwrap();
+    let script = "if [ $RANK = 1 ]; then exit 9; fi; exec sleep 600";
+    let arguments = [
+        "run",
+        "-n",
+        "2",
+        "--library",
+        library,
+        "--",
+        "sh",
+        "-c",
+        script,
+    ];
+    let output = crossweft(arguments).output().unwrap();
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(9), "{err}");
+    assert!(err.contains("ending the ranks that are left"), "{err}");
+}

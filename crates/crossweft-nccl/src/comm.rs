@@ -1,0 +1,474 @@
+//! A communicator of the C interface, and the states it goes through.
+//!
+//! It is busy while it is being made, and, if it does not block, during each call. Then it is idle until it is
+//! suspended, revoked or finalised, or has failed; a failed one only serves to ask why, and to be taken apart.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossweft_collective::{Communicator, CommunicatorOptions, DataType};
+use crossweft_hal::Device;
+use crossweft_net::{Cancel, Group, JoinOptions, RendezvousOptions, UniqueId};
+
+use crate::call::{Call, Reduction, reduce_op};
+use crate::config::Config;
+use crate::derive::Derived;
+use crate::engine::Engine;
+use crate::failure;
+use crate::pointer::{Address, Factor};
+use crate::settings;
+use crate::status::{Error, Status};
+use crate::table;
+
+/// One rank's communicator.
+#[derive(Debug)]
+pub(crate) struct Comm {
+    config: Config,
+    /// The device number that the program gave.
+    device: Option<i32>,
+    timeout: Duration,
+    /// Ends joining.
+    cancel: Cancel,
+    /// Set when all ranks have come.
+    group: OnceLock<Arc<Group>>,
+    /// Set when everything is ready.
+    communicator: OnceLock<Communicator>,
+    phase: Mutex<Phase>,
+    /// Set when everything is ready.
+    engine: Mutex<Option<Engine>>,
+    /// What a call that returned at once still does.
+    background: Mutex<Option<JoinHandle<()>>>,
+    last_error: Mutex<Option<String>>,
+    derived: Mutex<Derived>,
+    operations: Mutex<Operations>,
+    /// Handles of registered buffers.
+    registered: Mutex<BTreeSet<u64>>,
+    /// Ends joining what is being derived of it.
+    making: Mutex<Option<Cancel>>,
+}
+
+/// Operations that the program has made: each multiplies by a factor of one type before a sum.
+#[derive(Debug, Default)]
+struct Operations {
+    /// How many there ever were; numbers are not used twice.
+    made: i32,
+    factors: BTreeMap<i32, (DataType, Factor)>,
+}
+
+/// The first number that is no operation of NCCL's: `ncclNumOps`.
+const FIRST_OPERATION: i32 = 5;
+
+/// What can be done with a communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Nothing: something is going on.
+    Busy,
+    /// Everything.
+    Idle,
+    /// Nothing but to resume, or to take it apart.
+    Suspended,
+    /// Only to derive others, or to take it apart.
+    Revoked,
+    /// Only to take it apart.
+    Finalized,
+    /// As after this error.
+    Failed(Error),
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What a panicked holder left is looked at by nobody: its communicator has failed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Comm {
+    /// One that is still to be joined.
+    pub(crate) fn new(config: Config, device: Option<i32>) -> Result<Arc<Self>, Error> {
+        settings::check_device()?;
+        Ok(Arc::new(Self {
+            config,
+            device,
+            timeout: settings::timeout()?,
+            cancel: Cancel::new()?,
+            group: OnceLock::new(),
+            communicator: OnceLock::new(),
+            phase: Mutex::new(Phase::Busy),
+            engine: Mutex::default(),
+            background: Mutex::default(),
+            last_error: Mutex::default(),
+            derived: Mutex::default(),
+            operations: Mutex::default(),
+            registered: Mutex::default(),
+            making: Mutex::default(),
+        }))
+    }
+
+    pub(crate) fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// How this communicator's ranks join each other.
+    pub(crate) fn join_options(&self) -> JoinOptions {
+        JoinOptions {
+            timeout: self.timeout,
+            cancel: Some(self.cancel.clone()),
+            ..JoinOptions::default()
+        }
+    }
+
+    /// How they find each other. It ends sooner than joining: it alone knows who never came.
+    pub(crate) fn rendezvous_options(timeout: Duration) -> RendezvousOptions {
+        RendezvousOptions {
+            timeout: timeout.mul_f64(0.9),
+            ..RendezvousOptions::default()
+        }
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Joins the others by a unique id. Blocks until all have come.
+    pub(crate) fn join(&self, id: &UniqueId, rank: u32, world_size: u32) -> Result<(), Error> {
+        let group = Group::join(id, rank, world_size, &self.join_options())?;
+        self.complete(group)
+    }
+
+    /// Makes the communicator of a group that has been joined. Blocks until all ranks have.
+    pub(crate) fn complete(&self, group: Group) -> Result<(), Error> {
+        let options = CommunicatorOptions {
+            timeout: self.timeout,
+        };
+        let group = Arc::new(group);
+        // A communicator is joined once.
+        let _ = self.group.set(Arc::clone(&group));
+        if let Some(reason) = self.cancel.reason() {
+            // Whoever cancelled may not have seen the group yet.
+            group.abort(reason);
+        }
+        let communicator = Communicator::on(Device::Cpu, group, options)?;
+        let deadline = std::time::Instant::now() + self.timeout;
+        let version = format!("NCCL version {}", settings::version()?);
+        let what = "initialising the communicator";
+        communicator.endpoint().agree(&version, what, deadline)?;
+        *lock(&self.engine) = Some(Engine::new(&communicator)?);
+        settings::report();
+        let _ = self.communicator.set(communicator);
+        Ok(())
+    }
+
+    /// The communicator behind it, once all ranks have joined.
+    pub(crate) fn communicator(&self) -> Result<&Communicator, Error> {
+        self.communicator.get().ok_or_else(|| self.not_ready())
+    }
+
+    fn not_ready(&self) -> Error {
+        match &*lock(&self.phase) {
+            Phase::Failed(error) => error.clone(),
+            _ => Error::argument(
+                "the communicator is used before the call before has ended: ask \
+                 ncclCommGetAsyncError until it says ncclSuccess",
+            ),
+        }
+    }
+
+    pub(crate) fn rank(&self) -> Result<u32, Error> {
+        Ok(self.communicator()?.rank())
+    }
+
+    pub(crate) fn world_size(&self) -> Result<u32, Error> {
+        Ok(self.communicator()?.world_size())
+    }
+
+    /// The device number that the program gave, or else this rank's number on its host.
+    pub(crate) fn device(&self) -> Result<i32, Error> {
+        match self.device {
+            Some(device) => Ok(device),
+            None => {
+                let local = self.communicator()?.endpoint().group().local_rank();
+                Ok(i32::try_from(local).unwrap_or(i32::MAX))
+            }
+        }
+    }
+
+    /// Whether calls may be made; the communicator to make them on.
+    pub(crate) fn usable(&self) -> Result<&Communicator, Error> {
+        match &*lock(&self.phase) {
+            Phase::Idle | Phase::Busy => {}
+            Phase::Failed(error) => return Err(error.clone()),
+            Phase::Revoked => {
+                return Err(Error::usage(
+                    "the communicator was revoked: split or shrink it, or destroy it",
+                ));
+            }
+            Phase::Finalized => {
+                return Err(Error::usage(
+                    "the communicator was finalised: only ncclCommDestroy can follow",
+                ));
+            }
+            Phase::Suspended => {
+                return Err(Error::usage(
+                    "the communicator is suspended: call ncclCommResume first",
+                ));
+            }
+        }
+        self.idle()
+    }
+
+    /// Whether others may be derived from it, also when it was revoked.
+    pub(crate) fn derivable(&self) -> Result<&Communicator, Error> {
+        match self.phase() {
+            Phase::Revoked => self.communicator(),
+            _ => self.usable(),
+        }
+    }
+
+    fn idle(&self) -> Result<&Communicator, Error> {
+        match self.phase() {
+            Phase::Busy => Err(self.not_ready()),
+            _ => self.communicator(),
+        }
+    }
+
+    pub(crate) fn phase(&self) -> Phase {
+        lock(&self.phase).clone()
+    }
+
+    /// What went wrong without a call of this rank's, if anything did.
+    fn lost(&self) -> Option<Error> {
+        let failure = self.group.get()?.liveness().failure()?;
+        Some(Error::of_failure(&failure))
+    }
+
+    /// `ncclCommGetAsyncError`.
+    pub(crate) fn asynchronous(&self) -> Status {
+        let error = match self.phase() {
+            Phase::Busy => return Status::InProgress,
+            Phase::Revoked | Phase::Finalized => return Status::Success,
+            Phase::Failed(error) => Some(error),
+            Phase::Idle | Phase::Suspended => self.lost(),
+        };
+        match error {
+            None => Status::Success,
+            Some(error) => {
+                self.note(&error);
+                error.status
+            }
+        }
+    }
+
+    /// What `ncclGetLastError` says of it.
+    pub(crate) fn last_error(&self) -> Option<String> {
+        lock(&self.last_error).clone()
+    }
+
+    pub(crate) fn note(&self, error: &Error) {
+        let text = match &self.config.name {
+            Some(name) => format!("communicator `{name}`: {error}"),
+            None => error.text.clone(),
+        };
+        *lock(&self.last_error) = Some(text);
+    }
+
+    /// Something goes on until [`settle`](Self::settle).
+    pub(crate) fn set_busy(&self) {
+        *lock(&self.phase) = Phase::Busy;
+    }
+
+    /// Has ended what it was busy with, and goes on as `phase`; unless something else came first.
+    pub(crate) fn settle(&self, phase: Phase) {
+        if let Phase::Failed(error) = &phase {
+            self.note(error);
+        }
+        let mut now = lock(&self.phase);
+        if matches!(*now, Phase::Busy | Phase::Idle | Phase::Suspended) {
+            *now = phase;
+        }
+    }
+
+    /// The next number of a communicator that all ranks but `excluded` derive of it.
+    pub(crate) fn count_derived(&self, excluded: &[u32]) -> u64 {
+        lock(&self.derived).next(excluded)
+    }
+
+    /// `child` is being derived of it.
+    pub(crate) fn set_making(&self, child: &Self) {
+        *lock(&self.making) = Some(child.cancel.clone());
+    }
+
+    /// Runs calls one after the other. Blocks; the first that fails is the last.
+    pub(crate) fn run(&self, calls: Vec<Call>) -> Result<(), Error> {
+        let result = failure::guarded(|| self.with_engine(|engine| engine.run(calls))?);
+        if let Err(error) = &result {
+            // Whatever it was, ranks are no longer in step.
+            self.settle(Phase::Failed(error.clone()));
+            self.tell(error);
+        }
+        result
+    }
+
+    /// Ends the other ranks' waits if what went wrong here is nothing that they find out by themselves.
+    fn tell(&self, error: &Error) {
+        let own = !matches!(error.status, Status::RemoteError | Status::InvalidUsage);
+        if let Some(group) = self.group.get().filter(|_| own) {
+            group.abort(&error.text);
+        }
+    }
+
+    /// Does something with the engine while no call runs.
+    pub(crate) fn with_engine<T>(&self, act: impl FnOnce(&mut Engine) -> T) -> Result<T, Error> {
+        match &mut *lock(&self.engine) {
+            Some(engine) => Ok(act(engine)),
+            None => Err(self.not_ready()),
+        }
+    }
+
+    /// Lets `work` go on on a thread of its own; whoever takes the communicator apart waits for it.
+    pub(crate) fn continue_with(
+        self: &Arc<Self>,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<(), Error> {
+        let mut background = lock(&self.background);
+        if let Some(before) = background.take() {
+            // It has ended, or is about to: nothing is begun while a communicator is busy.
+            let _ = before.join();
+        }
+        let thread = std::thread::Builder::new().name("crossweft-nccl".to_owned());
+        let thread = thread.spawn(work);
+        *background = Some(thread.map_err(|error| {
+            Error::system(format!("cannot start a thread for the call: {error}"))
+        })?);
+        Ok(())
+    }
+
+    fn wait(&self) {
+        if let Some(thread) = lock(&self.background).take() {
+            // Panics were caught and noted where they happened.
+            let _ = thread.join();
+        }
+    }
+
+    /// Ends every wait of every rank. This rank's own calls have ended when this returns. Others can still be
+    /// derived of it.
+    pub(crate) fn stop(&self, reason: &str) {
+        self.cancel.cancel(reason);
+        if let Some(child) = lock(&self.making).take() {
+            child.cancel(reason);
+        }
+        if let Some(group) = self.group.get() {
+            group.abort(reason);
+        }
+        self.wait();
+        drop(lock(&self.engine));
+    }
+
+    /// `ncclCommRevoke`.
+    pub(crate) fn revoke(&self) -> Result<(), Error> {
+        self.communicator()?;
+        *lock(&self.phase) = Phase::Revoked;
+        self.stop("ncclCommRevoke was called");
+        Ok(())
+    }
+
+    /// `ncclCommFinalize`.
+    pub(crate) fn finalize(&self) {
+        if let Some(group) = self.group.get() {
+            group.leave();
+        }
+        *lock(&self.phase) = Phase::Finalized;
+    }
+
+    /// A number for an operation that multiplies by `factor` before a sum.
+    pub(crate) fn make_operation(&self, dtype: DataType, factor: Factor) -> Result<i32, Error> {
+        let mut operations = lock(&self.operations);
+        let number = operations.made.checked_add(FIRST_OPERATION);
+        let number = number.ok_or_else(|| Error::usage("too many operations were made"))?;
+        operations.made += 1;
+        operations.factors.insert(number, (dtype, factor));
+        Ok(number)
+    }
+
+    /// Takes it away.
+    pub(crate) fn forget_operation(&self, number: i32) -> Result<(), Error> {
+        match lock(&self.operations).factors.remove(&number) {
+            Some(_) => Ok(()),
+            None => Err(Error::argument(format!(
+                "op is {number}, which ncclRedOpCreatePreMulSum has not made on this communicator, or which was \
+                 destroyed before"
+            ))),
+        }
+    }
+
+    /// What an operation does to elements of `dtype`.
+    pub(crate) fn reduction(&self, number: i32, dtype: DataType) -> Result<Reduction, Error> {
+        if let Some(op) = reduce_op(number) {
+            return Ok(Reduction::Plain(op));
+        }
+        match lock(&self.operations).factors.get(&number) {
+            Some(&(of, factor)) if of == dtype => Ok(Reduction::PreMultiplied(factor)),
+            Some((of, _)) => Err(Error::argument(format!(
+                "op {number} was made for {of}, the call is of {dtype}"
+            ))),
+            None => Err(Error::argument(format!(
+                "op is {number}, which is no operation of this communicator"
+            ))),
+        }
+    }
+
+    /// A handle for a buffer that the program has registered.
+    pub(crate) fn remember_buffer(&self) -> Address {
+        let number = table::number();
+        lock(&self.registered).insert(number);
+        Address::of(number)
+    }
+
+    /// Takes it away.
+    pub(crate) fn forget_buffer(&self, handle: Address) -> Result<(), Error> {
+        match lock(&self.registered).remove(&handle.number()) {
+            true => Ok(()),
+            false => Err(Error::argument(
+                "handle is not of ncclCommRegister on this communicator, or was deregistered before",
+            )),
+        }
+    }
+
+    /// `ncclCommSuspend`.
+    pub(crate) fn suspend(&self) -> Result<(), Error> {
+        self.usable()?;
+        self.with_engine(Engine::clear)?;
+        self.settle(Phase::Suspended);
+        Ok(())
+    }
+
+    /// `ncclCommResume`.
+    pub(crate) fn resume(&self) -> Result<(), Error> {
+        match self.phase() {
+            Phase::Suspended => {
+                self.settle(Phase::Idle);
+                Ok(())
+            }
+            _ => Err(Error::usage("the communicator is not suspended")),
+        }
+    }
+
+    /// `ncclCommMemStats`: on host memory, of what the communicator has allocated there.
+    pub(crate) fn memory(&self, stat: i32) -> Result<u64, Error> {
+        self.communicator()?;
+        match stat {
+            0 => self.with_engine(|engine| engine.scratch_bytes()),
+            1 => Ok(u64::from(self.phase() == Phase::Suspended)),
+            2 => self.with_engine(|engine| engine.lasting_bytes()),
+            3 => self.with_engine(|engine| engine.scratch_bytes() + engine.lasting_bytes()),
+            _ => Err(Error::argument(format!("stat is {stat}, which is none"))),
+        }
+    }
+
+    /// Leaves the other ranks in good order. What was called has ended by then.
+    pub(crate) fn leave(&self) {
+        self.wait();
+        if let Some(group) = self.group.get() {
+            group.leave();
+        }
+    }
+}

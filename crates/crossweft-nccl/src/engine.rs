@@ -1,0 +1,176 @@
+//! What a communicator's calls run on: its prepared collectives, an exchange for messages between pairs of
+//! ranks, and one-sided puts and signals.
+//!
+//! A collective is prepared when it is first called, and again when a call is larger than what it was
+//! prepared for; sizes double, so that happens a few times at most. Preparing is collective. All ranks make
+//! the same calls, so they come to it together. The rest is prepared with the communicator, for no call of it is
+//! made by all ranks.
+
+use std::collections::HashMap;
+
+use crossweft_collective::{
+    Collective, CollectiveError, CollectiveOptions, Communicator, DataType, Exchange,
+    ExchangeOptions, OneSided, PreparedCollective, ReduceOp, Scalar,
+};
+
+use crate::call::{Buffers, Call, CollectiveCall, Reduction};
+use crate::pointer::{Destination, Source};
+use crate::status::Error;
+use crate::window::{Window, Zone};
+
+/// What small calls are prepared for: growing from there costs less than preparing often.
+const LEAST: u64 = 64 << 10;
+
+/// What a call needs to have been prepared: what to compute, whether inputs are multiplied first, and the windows
+/// that buffers lie in.
+type Key = (Collective, DataType, ReduceOp, bool, Option<(u64, u64)>);
+
+/// What calls of one rank run on.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    communicator: Communicator,
+    exchange: Exchange,
+    one_sided: OneSided,
+    /// With the largest message of each.
+    prepared: HashMap<Key, (u64, PreparedCollective)>,
+}
+
+impl Engine {
+    /// Prepares what is needed from the beginning. Collective; blocks.
+    pub(crate) fn new(communicator: &Communicator) -> Result<Self, CollectiveError> {
+        Ok(Self {
+            communicator: communicator.clone(),
+            exchange: communicator.exchange(&ExchangeOptions::default())?,
+            one_sided: communicator.one_sided()?,
+            prepared: HashMap::new(),
+        })
+    }
+
+    /// Runs calls that belong together; blocks until this rank's part is done. Collectives come first, in their order, then
+    /// all sends and receives together, then what is one-sided, in its order: whatever the order in which ranks
+    /// have listed them, they do not wait for each other in a circle.
+    pub(crate) fn run(&mut self, calls: Vec<Call>) -> Result<(), Error> {
+        let (mut sends, mut receives, mut one_sided) = (Vec::new(), Vec::new(), Vec::new());
+        for call in calls {
+            match call {
+                Call::Collective(call) => self.collective(call)?,
+                Call::Send(peer, data) => sends.push((peer, data)),
+                Call::Receive(peer, data) => receives.push((peer, data)),
+                call @ (Call::Put(..) | Call::Signal(_) | Call::Wait(..)) => one_sided.push(call),
+            }
+        }
+        if !sends.is_empty() || !receives.is_empty() {
+            self.messages(&sends, &mut receives)?;
+        }
+        one_sided
+            .into_iter()
+            .try_for_each(|call| self.one_sided(call))
+    }
+
+    fn collective(&mut self, call: CollectiveCall) -> Result<(), Error> {
+        let prepared = self.prepare(&call)?;
+        if let Reduction::PreMultiplied(factor) = call.reduction {
+            prepared.set_scalar(Scalar::from_bits(factor.bits(call.dtype.size())))?;
+        }
+        match (call.zone, call.buffers) {
+            (Some(zone), _) => {
+                let (input, output) = zone.offsets;
+                prepared.run_symmetric(input, output, call.bytes)?;
+            }
+            (None, Buffers::Apart(input, mut output)) => {
+                prepared.run(input.as_slice(), output.as_slice_mut())?;
+            }
+            (None, Buffers::InPlace(mut data)) => prepared.run_in_place(data.as_slice_mut())?,
+        }
+        Ok(())
+    }
+
+    fn prepare(&mut self, call: &CollectiveCall) -> Result<&PreparedCollective, Error> {
+        let (op, factor) = match call.reduction {
+            Reduction::Plain(op) => (op, None),
+            Reduction::PreMultiplied(factor) => (ReduceOp::Sum, Some(factor)),
+        };
+        let windows = call.zone.as_ref().map(Zone::numbers);
+        let key = (call.collective, call.dtype, op, factor.is_some(), windows);
+        let capacity = self.prepared.get(&key).map_or(0, |(capacity, _)| *capacity);
+        if capacity < call.bytes {
+            // First, so that the memory of both is not there at once.
+            self.prepared.remove(&key);
+            let capacity = call.bytes.checked_next_power_of_two();
+            let capacity = capacity.unwrap_or(call.bytes).max(LEAST);
+            let mut options = CollectiveOptions::new(call.dtype, op, capacity);
+            if let Some(factor) = factor {
+                options = options.pre_multiplied(Scalar::from_bits(factor.bits(call.dtype.size())));
+            }
+            if let Some(zone) = &call.zone {
+                options = options.symmetric(zone.input.memory()?, zone.output.memory()?);
+            }
+            let prepared = self.communicator.collective(call.collective, options)?;
+            self.prepared.insert(key, (capacity, prepared));
+        }
+        Ok(&self.prepared[&key].1)
+    }
+
+    /// All sends and receives of a group. What is sent from where something is received is copied first, so that two
+    /// ranks can change places.
+    fn messages(
+        &self,
+        sends: &[(u32, Source)],
+        receives: &mut [(u32, Destination)],
+    ) -> Result<(), Error> {
+        let copies: Vec<Option<Vec<u8>>> = sends
+            .iter()
+            .map(|(_, data)| {
+                let overlaps = receives.iter().any(|(_, to)| to.overlaps(data));
+                overlaps.then(|| data.as_slice().to_vec())
+            })
+            .collect();
+        let mut group = self.exchange.group();
+        for ((peer, data), copy) in sends.iter().zip(&copies) {
+            group.send(*peer, copy.as_deref().unwrap_or(data.as_slice()));
+        }
+        for (peer, data) in receives {
+            group.recv(*peer, data.as_slice_mut());
+        }
+        Ok(group.run()?)
+    }
+
+    fn one_sided(&self, call: Call) -> Result<(), Error> {
+        match call {
+            Call::Put(peer, data, window, offset) => {
+                let memory = window.memory()?.registered();
+                let at = window.offset() + offset;
+                let put = self.one_sided.put(&memory, peer, at, data.as_slice());
+                put.and_then(|()| self.one_sided.signal(peer))
+            }
+            Call::Signal(peer) => self.one_sided.signal(peer),
+            Call::Wait(peer, count) => self.one_sided.wait(peer, count),
+            Call::Collective(_) | Call::Send(..) | Call::Receive(..) => Ok(()),
+        }
+        .map_err(|error| CollectiveError::from(error).into())
+    }
+
+    /// Bytes of memory that can be given back, beside small tables.
+    pub(crate) fn scratch_bytes(&self) -> u64 {
+        let all = self.prepared.values();
+        all.map(|(_, prepared)| prepared.scratch_bytes()).sum()
+    }
+
+    /// Bytes of memory that are there as long as the communicator.
+    pub(crate) fn lasting_bytes(&self) -> u64 {
+        self.exchange.ring_bytes()
+    }
+
+    /// A window goes: so does what was prepared for it.
+    pub(crate) fn forget(&mut self, window: &Window) {
+        let number = window.number();
+        let has = |windows: &(u64, u64)| windows.0 == number || windows.1 == number;
+        self.prepared
+            .retain(|key, _| !key.4.as_ref().is_some_and(has));
+    }
+
+    /// Gives memory back. What is called next is prepared anew.
+    pub(crate) fn clear(&mut self) {
+        self.prepared.clear();
+    }
+}

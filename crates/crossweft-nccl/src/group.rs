@@ -1,0 +1,248 @@
+//! `ncclGroupStart` to `ncclGroupEnd`: calls are gathered, and then run together.
+//!
+//! Each thread gathers its own. At the end every communicator's calls run on a thread of their own, so that one
+//! thread can drive several ranks that wait for each other. Communicators that do not block go on by themselves.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use crate::call::Call;
+use crate::comm::{Comm, Phase};
+use crate::failure;
+use crate::status::{Error, Status};
+
+/// Making a communicator, or changing one: what may not be in one group with collectives.
+pub(crate) struct Manage {
+    /// The communicator that it makes, which fails with it.
+    makes: Option<Arc<Comm>>,
+    act: Box<dyn FnOnce() -> Result<(), Error> + Send>,
+}
+
+impl Manage {
+    fn run(self) -> Result<(), Error> {
+        let result = failure::guarded(self.act);
+        if let Some(made) = self.makes {
+            made.settle(match &result {
+                Ok(()) => Phase::Idle,
+                Err(error) => Phase::Failed(error.clone()),
+            });
+        }
+        result
+    }
+}
+
+#[derive(Default)]
+struct Gathered {
+    depth: u32,
+    /// The first error, which the end of the group returns.
+    error: Option<Error>,
+    work: Todo,
+}
+
+/// What a communicator is to do.
+pub(crate) enum Work {
+    /// In that order.
+    Manage(Vec<Manage>),
+    Calls(Vec<Call>),
+}
+
+/// By communicator, in the order of their first calls.
+pub(crate) type Todo = Vec<(Arc<Comm>, Work)>;
+
+thread_local! {
+    static GATHERED: RefCell<Gathered> = RefCell::default();
+}
+
+/// `ncclGroupStart`.
+pub(crate) fn start() {
+    GATHERED.with_borrow_mut(|gathered| gathered.depth += 1);
+}
+
+/// Whether a group is open on this thread.
+pub(crate) fn is_open() -> bool {
+    GATHERED.with_borrow(|gathered| gathered.depth > 0)
+}
+
+/// Notes that a call inside a group has failed: the group will.
+pub(crate) fn fail(error: &Error) {
+    GATHERED.with_borrow_mut(|gathered| {
+        if gathered.depth > 0 {
+            gathered.error.get_or_insert_with(|| error.clone());
+        }
+    });
+}
+
+/// Ends one level; at the last one, what was gathered.
+fn close() -> Result<Option<Todo>, Error> {
+    GATHERED.with_borrow_mut(|gathered| {
+        if gathered.depth == 0 {
+            return Err(Error::usage("ncclGroupEnd without ncclGroupStart"));
+        }
+        gathered.depth -= 1;
+        if gathered.depth > 0 {
+            return Ok(None);
+        }
+        let work = std::mem::take(&mut gathered.work);
+        match gathered.error.take() {
+            Some(error) => {
+                abandon(&work, &error);
+                Err(error)
+            }
+            None => Ok(Some(work)),
+        }
+    })
+}
+
+/// `ncclGroupEnd`.
+pub(crate) fn end() -> Result<Status, Error> {
+    match close()? {
+        None => Ok(Status::Success),
+        Some(work) => run(work),
+    }
+}
+
+/// Ends a group whose calls are only looked at.
+pub(crate) fn end_without_running() -> Result<Todo, Error> {
+    Ok(close()?.unwrap_or_default())
+}
+
+/// Communicators that were to be made in a group that failed are of no use.
+fn abandon(work: &[(Arc<Comm>, Work)], error: &Error) {
+    let acts = work.iter().flat_map(|(_, work)| match work {
+        Work::Manage(acts) => acts.as_slice(),
+        Work::Calls(_) => &[],
+    });
+    for made in acts.filter_map(|act| act.makes.as_ref()) {
+        made.settle(Phase::Failed(error.clone()));
+    }
+}
+
+/// Adds `call` of `comm` to the open group, or runs it.
+pub(crate) fn call(comm: &Arc<Comm>, call: Call) -> Result<Status, Error> {
+    calls(comm, vec![call])
+}
+
+/// Adds calls that belong together to the open group, or runs them.
+pub(crate) fn calls(comm: &Arc<Comm>, calls: Vec<Call>) -> Result<Status, Error> {
+    submit(comm, Work::Calls(calls))
+}
+
+/// Adds what `comm` is to do otherwise to the open group, or does it; `makes` is the communicator that comes
+/// of it.
+pub(crate) fn manage(
+    comm: &Arc<Comm>,
+    makes: Option<Arc<Comm>>,
+    act: impl FnOnce() -> Result<(), Error> + Send + 'static,
+) -> Result<Status, Error> {
+    let act = Box::new(act);
+    submit(comm, Work::Manage(vec![Manage { makes, act }]))
+}
+
+fn submit(comm: &Arc<Comm>, work: Work) -> Result<Status, Error> {
+    if !is_open() {
+        return run(vec![(Arc::clone(comm), work)]);
+    }
+    GATHERED.with_borrow_mut(|gathered| {
+        let manages = matches!(work, Work::Manage(_));
+        if let Some((other, first)) = gathered.work.first() {
+            if manages != matches!(first, Work::Manage(_)) {
+                return Err(Error::usage(
+                    "making or changing communicators and collectives are in one group; use a group for each",
+                ));
+            }
+            if other.config().blocking != comm.config().blocking {
+                return Err(Error::usage(
+                    "blocking and non-blocking communicators are in one group; use a group for each",
+                ));
+            }
+        }
+        let before = gathered.work.iter_mut().find(|(other, _)| Arc::ptr_eq(other, comm));
+        match (before, work) {
+            (Some((_, Work::Calls(calls))), Work::Calls(more)) => calls.extend(more),
+            (Some((_, Work::Manage(acts))), Work::Manage(more)) => acts.extend(more),
+            (_, work) => gathered.work.push((Arc::clone(comm), work)),
+        }
+        Ok(Status::Success)
+    })
+}
+
+/// Runs everything; returns the first error in the order in which communicators were first called.
+fn run(mut work: Todo) -> Result<Status, Error> {
+    if let Some((comm, _)) = work.first()
+        && !comm.config().blocking
+    {
+        return run_in_background(work);
+    }
+    let Some((last, last_work)) = work.pop() else {
+        return Ok(Status::Success);
+    };
+    if work.is_empty() {
+        return one(&last, last_work).map(|()| Status::Success);
+    }
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = work
+            .into_iter()
+            .map(|(comm, work)| {
+                let thread = std::thread::Builder::new().name("crossweft-nccl".to_owned());
+                // What cannot start fails; the others would wait for it, so they are told.
+                let stop = Arc::clone(&comm);
+                thread
+                    .spawn_scoped(scope, move || one(&comm, work))
+                    .map_err(|error| {
+                        let error = Error::system(format!("cannot start a thread: {error}"));
+                        stop.settle(Phase::Failed(error.clone()));
+                        stop.stop("it could not start a thread");
+                        error
+                    })
+            })
+            .collect();
+        let last = one(&last, last_work);
+        let results = threads.into_iter().map(|thread| match thread {
+            Ok(thread) => thread
+                .join()
+                .unwrap_or_else(|_| Err(Error::internal("a thread of ncclGroupEnd panicked"))),
+            Err(error) => Err(error),
+        });
+        results.chain([last]).collect::<Vec<_>>()
+    })
+    .into_iter()
+    .collect::<Result<(), Error>>()?;
+    Ok(Status::Success)
+}
+
+fn run_in_background(work: Todo) -> Result<Status, Error> {
+    for (comm, _) in &work {
+        comm.set_busy();
+    }
+    let mut outcome = Ok(Status::InProgress);
+    for (comm, work) in work {
+        let own = Arc::clone(&comm);
+        let begun = comm.continue_with(move || {
+            // An error is what the communicator has failed with.
+            let _ = one(&own, work);
+        });
+        if let Err(error) = begun {
+            comm.settle(Phase::Failed(error.clone()));
+            comm.stop("it could not start a thread");
+            outcome = Err(error);
+        }
+    }
+    outcome
+}
+
+fn one(comm: &Arc<Comm>, work: Work) -> Result<(), Error> {
+    let result = match work {
+        Work::Calls(calls) => comm.run(calls),
+        Work::Manage(acts) => {
+            let results: Vec<_> = acts.into_iter().map(Manage::run).collect();
+            results.into_iter().collect()
+        }
+    };
+    if let Err(error) = &result {
+        comm.note(error);
+    }
+    if comm.phase() == Phase::Busy {
+        comm.settle(Phase::Idle);
+    }
+    result
+}

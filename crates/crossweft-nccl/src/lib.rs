@@ -1,0 +1,34 @@
+//! The C interface of NCCL 2.32, on crossweft: `libcrossweft_nccl.so`, whose loader name is
+//! `libnccl.so.2`. What it offers and what it does not: `docs/nccl.md`.
+//!
+//! The modules, from the outside inwards:
+//!
+//! * `abi`: the exported functions, `nccl*` and `pnccl*`. They turn what C passes into checked values and
+//!   errors into result codes; nothing unwinds through them.
+//! * `pointer`: what C passes, as types; with `abi`, the only `unsafe` of this crate.
+//! * `group`: `ncclGroupStart` to `ncclGroupEnd`, and running what was gathered.
+//! * `comm`: a communicator and the states it goes through; `derive` makes one of another.
+//! * `engine`: the prepared collectives of a communicator, grown as calls need; `call` has the rules of each.
+//! * `window`: memory of `ncclMemAlloc`, and windows on it.
+//! * `table`: what handles stand for; `config`, `params`: settings; `status`: result codes.
+//!
+//! All memory is the host's so far: a program says so with `CROSSWEFT_DEVICE=cpu`.
+#![deny(missing_docs, unsafe_code)]
+
+mod abi;
+mod call;
+mod comm;
+mod config;
+mod derive;
+mod engine;
+mod failure;
+mod group;
+mod params;
+mod pointer;
+mod settings;
+mod simulate;
+mod status;
+mod table;
+mod window;
+
+pub use status::Status;

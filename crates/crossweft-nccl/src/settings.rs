@@ -1,0 +1,91 @@
+//! What the environment says.
+
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::Duration;
+
+use crate::status::Error;
+
+/// What `ncclGetVersion` says unless told otherwise: what PyTorch 2.15 was made for.
+const VERSION: i32 = 23007;
+/// The longest any wait may take unless told otherwise.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// The version that `ncclGetVersion` says: `CROSSWEFT_NCCL_VERSION`, as NCCL codes it.
+pub(crate) fn version() -> Result<i32, Error> {
+    let Some(text) = variable("CROSSWEFT_NCCL_VERSION") else {
+        return Ok(VERSION);
+    };
+    let code = text
+        .parse()
+        .ok()
+        .filter(|code| (20000..30000).contains(code));
+    code.ok_or_else(|| {
+        Error::usage(format!(
+            "CROSSWEFT_NCCL_VERSION is `{text}`; it must be a version as NCCL codes it, such as {VERSION}"
+        ))
+    })
+}
+
+/// The longest any wait may take: `CROSSWEFT_TIMEOUT`, in seconds.
+pub(crate) fn timeout() -> Result<Duration, Error> {
+    let Some(text) = variable("CROSSWEFT_TIMEOUT") else {
+        return Ok(TIMEOUT);
+    };
+    let seconds: Option<f64> = text.parse().ok();
+    let limit = seconds.and_then(|s| Duration::try_from_secs_f64(s).ok());
+    limit.filter(|limit| !limit.is_zero()).ok_or_else(|| {
+        Error::usage(format!(
+            "CROSSWEFT_TIMEOUT is `{text}`; it must be a number of seconds above 0"
+        ))
+    })
+}
+
+/// Whether the environment overrides a communicator's `blocking`: `NCCL_COMM_BLOCKING`.
+pub(crate) fn blocking() -> Option<bool> {
+    match variable("NCCL_COMM_BLOCKING")?.as_str() {
+        "0" => Some(false),
+        "1" => Some(true),
+        _ => None,
+    }
+}
+
+/// Whether errors are printed where they happen: `NCCL_DEBUG` is `WARN` or says more.
+pub(crate) fn prints_errors() -> bool {
+    let level = variable("NCCL_DEBUG").map(|level| level.to_ascii_uppercase());
+    matches!(level.as_deref(), Some("WARN" | "INFO" | "ABORT" | "TRACE"))
+}
+
+/// Tells `crossweft run`, if that has started this process, that the library is used.
+pub(crate) fn report() {
+    let Some(name) = variable("CROSSWEFT_RUN_REPORT") else {
+        return;
+    };
+    let send = || -> std::io::Result<usize> {
+        let address = SocketAddr::from_abstract_name(name.as_bytes())?;
+        let pid = std::process::id().to_string();
+        let socket = UnixDatagram::unbound()?;
+        socket.set_nonblocking(true)?;
+        socket.send_to_addr(pid.as_bytes(), &address)
+    };
+    // Nobody needs to listen.
+    let _ = send();
+}
+
+/// Refuses to go on unless the program has said that its pointers are host memory.
+pub(crate) fn check_device() -> Result<(), Error> {
+    match variable("CROSSWEFT_DEVICE").as_deref() {
+        Some("cpu") => Ok(()),
+        Some(other) => Err(Error::usage(format!(
+            "CROSSWEFT_DEVICE is `{other}`, but this library works on host memory only so far: set it to cpu"
+        ))),
+        None => Err(Error::usage(
+            "this library works on host memory only so far: set CROSSWEFT_DEVICE=cpu and pass host pointers, \
+             or use NCCL",
+        )),
+    }
+}

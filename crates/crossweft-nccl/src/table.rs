@@ -1,0 +1,155 @@
+//! What handles stand for.
+//!
+//! A C caller holds nothing but handles, so what they stand for is kept here, in the one place of the crate
+//! that all threads share. Handles are numbers that are never used twice, so that one which was destroyed, or
+//! never made, is found out; they look like no address of any process, so that nobody can read through them.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crossweft_hal::Memory;
+
+use crate::comm::Comm;
+use crate::pointer::Address;
+use crate::status::Error;
+use crate::window::Window;
+
+/// Not canonical on any machine there is.
+const FIRST: u64 = 0x4357_0000_0000_0001;
+
+static TABLE: Mutex<Table> = Mutex::new(Table {
+    next: FIRST,
+    comms: BTreeMap::new(),
+    allocations: BTreeMap::new(),
+    windows: BTreeMap::new(),
+});
+
+#[derive(Debug)]
+struct Table {
+    next: u64,
+    comms: BTreeMap<u64, Arc<Comm>>,
+    /// Memory of `ncclMemAlloc`, by address.
+    allocations: BTreeMap<u64, Arc<Memory>>,
+    /// Windows, each with its communicator.
+    windows: BTreeMap<u64, (Weak<Comm>, Arc<Window>)>,
+}
+
+fn table() -> MutexGuard<'static, Table> {
+    // Each change is one insertion or removal.
+    TABLE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A new handle.
+pub(crate) fn number() -> u64 {
+    let mut table = table();
+    table.next += 1;
+    table.next
+}
+
+/// A handle for `comm`.
+pub(crate) fn insert(comm: &Arc<Comm>) -> Address {
+    let number = number();
+    table().comms.insert(number, Arc::clone(comm));
+    Address::of(number)
+}
+
+fn unknown(handle: Address) -> Error {
+    match handle.number() {
+        0 => Error::argument("comm is NULL"),
+        _ => Error::argument(
+            "comm is not a communicator: it was destroyed or aborted before, or never made",
+        ),
+    }
+}
+
+/// The communicator behind a handle.
+pub(crate) fn comm(handle: Address) -> Result<Arc<Comm>, Error> {
+    let comm = table().comms.get(&handle.number()).cloned();
+    comm.ok_or_else(|| unknown(handle))
+}
+
+/// Takes a communicator's handle away.
+pub(crate) fn remove(handle: Address) -> Result<Arc<Comm>, Error> {
+    let mut table = table();
+    let comm = table.comms.remove(&handle.number());
+    let comm = comm.ok_or_else(|| unknown(handle))?;
+    table.windows.retain(|_, (of, _)| !is(of, &comm));
+    Ok(comm)
+}
+
+fn is(of: &Weak<Comm>, comm: &Arc<Comm>) -> bool {
+    std::ptr::eq(of.as_ptr(), Arc::as_ptr(comm))
+}
+
+/// A handle for a window of `comm`.
+pub(crate) fn insert_window(comm: &Arc<Comm>, window: &Arc<Window>) -> Address {
+    let entry = (Arc::downgrade(comm), Arc::clone(window));
+    table().windows.insert(window.number(), entry);
+    Address::of(window.number())
+}
+
+fn no_window() -> Error {
+    Error::argument("win is not a window of this communicator, or was deregistered before")
+}
+
+/// A window of any communicator.
+pub(crate) fn window(handle: Address) -> Result<Arc<Window>, Error> {
+    let table = table();
+    let window = table.windows.get(&handle.number());
+    window
+        .map(|(_, window)| Arc::clone(window))
+        .ok_or_else(no_window)
+}
+
+/// A window of `comm`.
+pub(crate) fn window_of(comm: &Arc<Comm>, handle: Address) -> Result<Arc<Window>, Error> {
+    let table = table();
+    match table.windows.get(&handle.number()) {
+        Some((of, window)) if is(of, comm) => Ok(Arc::clone(window)),
+        _ => Err(no_window()),
+    }
+}
+
+/// The window of `comm` that a range lies in and collectives may use, and where it lies there.
+pub(crate) fn place_of(comm: &Arc<Comm>, range: &Range<u64>) -> Option<(Arc<Window>, u64)> {
+    let table = table();
+    let mut own = table.windows.values().filter(|(of, _)| is(of, comm));
+    own.find_map(|(_, window)| Some((Arc::clone(window), window.place_of(range)?)))
+}
+
+/// Takes a window's handle away.
+pub(crate) fn remove_window(comm: &Arc<Comm>, handle: Address) {
+    let mut table = table();
+    if table
+        .windows
+        .get(&handle.number())
+        .is_some_and(|(of, _)| is(of, comm))
+    {
+        table.windows.remove(&handle.number());
+    }
+}
+
+/// Keeps memory of `ncclMemAlloc`; returns its address.
+pub(crate) fn keep(memory: Memory) -> Address {
+    let address = memory.addr();
+    table().allocations.insert(address, Arc::new(memory));
+    Address::of(address)
+}
+
+/// Gives memory of `ncclMemAlloc` back; windows on it keep theirs.
+pub(crate) fn free(address: Address) -> Result<(), Error> {
+    let memory = table().allocations.remove(&address.number());
+    memory.map(drop).ok_or_else(|| {
+        Error::argument("ptr is not from ncclMemAlloc, or was given to ncclMemFree before")
+    })
+}
+
+/// The memory of `ncclMemAlloc` that a range lies in, and where in it.
+pub(crate) fn allocation(address: u64, bytes: u64) -> Option<(Arc<Memory>, u64)> {
+    let table = table();
+    let (&base, memory) = table.allocations.range(..=address).next_back()?;
+    let offset = address - base;
+    let end = offset.checked_add(bytes)?;
+    (end <= memory.bytes()).then(|| (Arc::clone(memory), offset))
+}

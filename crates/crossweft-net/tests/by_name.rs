@@ -1,0 +1,64 @@
+//! Ranks of one host that find each other by a name, and a rendezvous that is left to itself.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::time::{Duration, Instant};
+
+use crossweft_net::launch::join_by_name;
+use crossweft_net::{Group, JoinOptions, NetError, Rendezvous, RendezvousOptions};
+
+fn meet(name: &str, ranks: u32) -> Vec<Vec<Vec<u8>>> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..ranks)
+            .map(|rank| {
+                scope.spawn(move || {
+                    let (join, meet) = (JoinOptions::default(), RendezvousOptions::default());
+                    let group = join_by_name(name, (rank, ranks), &join, &meet).unwrap();
+                    let deadline = Instant::now() + Duration::from_secs(30);
+                    group.all_gather(&[rank as u8; 3], deadline).unwrap()
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    })
+}
+
+#[test]
+fn ranks_meet_by_name_again_and_again() {
+    let name = format!("by name {}", std::process::id());
+    let expected: Vec<_> = (0..3).map(|rank: u8| vec![rank; 3]).collect();
+    for _ in 0..3 {
+        assert_eq!(meet(&name, 3), vec![expected.clone(); 3]);
+    }
+}
+
+#[test]
+fn a_rank_whose_leader_never_comes_says_so() {
+    let join = JoinOptions {
+        timeout: Duration::from_millis(200),
+        ..JoinOptions::default()
+    };
+    let name = format!("nobody {}", std::process::id());
+    let error = join_by_name(&name, (1, 2), &join, &RendezvousOptions::default()).unwrap_err();
+    assert!(matches!(error, NetError::Timeout { .. }), "{error}");
+}
+
+#[test]
+fn a_detached_rendezvous_serves_until_all_have_come() {
+    let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
+    let id = rendezvous.unique_id();
+    rendezvous.detach();
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let id = &id;
+            scope.spawn(move || {
+                let group = Group::join(id, rank, 2, &JoinOptions::default()).unwrap();
+                group
+                    .barrier(Instant::now() + Duration::from_secs(30))
+                    .unwrap();
+            });
+        }
+    });
+}
