@@ -49,7 +49,8 @@ def theirs(options, environment):
         environment = {**environment, "LD_PRELOAD": options.nccl_lib}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
-        HERE / "torch_allreduce.py", "--min", str(options.min), "--max", str(options.max),
+        # Without the dashes, torchrun takes what follows for abbreviations of its own options.
+        "--", HERE / "torch_allreduce.py", "--min", str(options.min), "--max", str(options.max),
         "--factor", str(options.factor),
     ]  # fmt: skip
     report = run(command, environment)

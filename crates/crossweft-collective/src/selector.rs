@@ -102,6 +102,7 @@ pub(crate) const GPU_PIECE: u64 = 4 * PIECE;
 // Why an algorithm is chosen.
 const ALONE: &str = "a rank alone copies its input";
 const SMALL: &str = "small: one hop, data and flag in one store";
+const ONE_HOP: &str = "one hop: two would take longer to meet than it takes to send more";
 const SYMMETRIC: &str = "symmetric memory: each rank reduces its share, nothing is copied";
 const PRIVATE: &str = "private buffers: each rank reduces its share through scratch memory";
 const DIRECT: &str = "symmetric memory: blocks go straight to where they belong";
@@ -208,7 +209,12 @@ impl Selector {
                 up_to,
                 piece: up_to,
                 blocks,
-                reason: SMALL.into(),
+                reason: if blocks < GPU_MOST_BLOCKS {
+                    SMALL
+                } else {
+                    ONE_HOP
+                }
+                .into(),
             });
             if up_to == max_bytes.min(one_shot_max) {
                 break;
