@@ -664,3 +664,48 @@ fn a_reader_that_closes_early_is_no_error() {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert_eq!(text(&output.stderr), "");
 }
+
+#[test]
+fn all_algorithms_are_measured_in_turn_and_drawn() {
+    let folder = tempfile::tempdir().unwrap();
+    let picture = folder.path().join("all.svg");
+    let arguments = format!(
+        "bench all-reduce --threads --ranks 3 --min 1K --max 64K --factor 8 --iters 2 --format json --algorithm all --plot {}",
+        picture.display()
+    );
+    let output = run(&arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("drawn: "));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    let names = |bytes: u64| -> Vec<&str> {
+        let of_size = rows.iter().filter(|row| row["bytes"] == bytes);
+        of_size
+            .map(|row| row["algorithm"].as_str().unwrap())
+            .collect()
+    };
+    let all = ["one-shot", "two-shot", "two-shot-staged", "ring", "switch"];
+    for bytes in [1 << 10, 8 << 10, 64 << 10] {
+        assert_eq!(names(bytes), all, "{rows:?}");
+    }
+    assert!(rows.iter().all(|row| row["wrong"] == 0));
+    let drawn = fs::read_to_string(&picture).unwrap();
+    for name in all {
+        assert!(drawn.contains(name), "{name}");
+    }
+    // Private buffers leave out what reaches into peers'.
+    let private = report_of(
+        "all-reduce",
+        "--threads --ranks 2 --max 8 --buffers private --algorithm all",
+    );
+    let rows = private["rows"].as_array().unwrap();
+    let found: Vec<_> = rows
+        .iter()
+        .map(|row| row["algorithm"].as_str().unwrap())
+        .collect();
+    assert_eq!(found, ["one-shot", "two-shot-staged", "ring"]);
+    // A mistake is found before anything is measured.
+    let output = run("bench all-reduce --threads --ranks 2 --max 8 --plot nowhere/at/all.svg");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("no such folder"));
+}

@@ -6,6 +6,7 @@
 
 use std::io::IsTerminal;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
@@ -17,6 +18,7 @@ use crossweft_verify::{Pattern, fingerprint};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::options::Bench as Options;
+use super::plot;
 use super::report::{Header, Report, Row};
 use crate::values::Buffers;
 use crate::verdict::TestData;
@@ -41,27 +43,38 @@ pub(crate) fn run(
     let memory = Memory::new(options, communicator, &shape.spans(max))?;
     // Where nothing is reduced, it does not matter.
     let op = options.op.map_or(ReduceOp::Sum, |operation| operation.op);
-    let call = if options.messages {
+    let calls = if options.messages {
         let mut prepare = ExchangeOptions::default();
         if let Memory::Symmetric { input, .. } = &memory {
             prepare = prepare.symmetric(input);
         }
-        Call::Messages(communicator.exchange(&prepare)?)
+        vec![Call::Messages(communicator.exchange(&prepare)?)]
     } else {
         let mut prepare = CollectiveOptions::new(options.common.dtype, op, max);
         prepare.pre_multiply = options.scalar().map_err(usage)?;
-        prepare.algorithm = options.algorithm().map_err(usage)?;
         prepare.blocks = options.common.blocks;
         prepare.in_place = Some(options.common.in_place);
         if let Memory::Symmetric { input, output } = &memory {
             prepare = prepare.symmetric(input, output);
         }
-        Call::Plans(communicator.collective(options.collective, prepare)?)
+        let mut calls = Vec::new();
+        for algorithm in options.algorithms().map_err(usage)? {
+            let mut prepare = prepare.clone();
+            prepare.algorithm = algorithm;
+            let call = communicator.collective(options.collective, prepare)?;
+            calls.push(Call::Plans(call));
+        }
+        calls
     };
     let gate = communicator.all_reduce(CollectiveOptions::new(DataType::U64, ReduceOp::Sum, 8))?;
 
-    let header = Header::new(options, communicator, (started_as, machine), call.chosen());
-    let mut printer = Printer::new(options, communicator.rank(), header, sizes.len());
+    let chosen = match calls.as_slice() {
+        [call] => call.chosen(),
+        several => format!("{} algorithms, in turn at each size", several.len()),
+    };
+    let header = Header::new(options, communicator, (started_as, machine), chosen);
+    let rows = sizes.len() * calls.len();
+    let mut printer = Printer::new(options, communicator.rank(), header, rows);
     let scalar = options.op.and_then(|operation| operation.scalar);
     let scalars = scalar.map_or_else(Vec::new, |scalar| vec![scalar; world_size as usize]);
     let mut bench = Bench {
@@ -71,7 +84,8 @@ pub(crate) fn run(
         shape,
         op,
         scalars: &scalars,
-        call,
+        calls,
+        current: 0,
         gate,
         gate_memory: match communicator.device() {
             hal::Device::Cpu => None,
@@ -80,12 +94,15 @@ pub(crate) fn run(
     };
     let mut all_wrong = 0;
     for bytes in sizes {
-        printer.begin(bytes);
-        let row = bench.size(bytes)?;
-        all_wrong += row.wrong;
-        printer.row(row);
+        for current in 0..bench.calls.len() {
+            bench.current = current;
+            printer.begin(bytes);
+            let row = bench.size(bytes)?;
+            all_wrong += row.wrong;
+            printer.row(row);
+        }
     }
-    printer.end();
+    printer.end().map_err(usage)?;
     Ok(all_wrong)
 }
 
@@ -285,8 +302,10 @@ struct Bench<'a> {
     op: ReduceOp,
     /// What each rank's input is multiplied by; none if by nothing.
     scalars: &'a [f64],
-    /// What is measured.
-    call: Call,
+    /// What is measured, at each size one after another.
+    calls: Vec<Call>,
+    /// Which of them now.
+    current: usize,
     /// A tiny all-reduce that lines the ranks up.
     gate: PreparedCollective,
     /// What it works on, on a GPU.
@@ -306,7 +325,7 @@ impl<'a> Bench<'a> {
         let (times, wrong) = self.gather(&times, wrong)?;
         let graph = self.time_in_graph(message)?;
         let (graph, _) = self.gather(&graph, 0)?;
-        let algorithm = self.call.algorithm(message);
+        let algorithm = self.calls[self.current].algorithm(message);
         Ok(Row::new(
             self.options,
             world_size,
@@ -322,7 +341,7 @@ impl<'a> Bench<'a> {
     /// microseconds; nothing on a CPU, or in private memory.
     fn time_in_graph(&self, message: u64) -> Result<Vec<f64>, CollectiveError> {
         const REPLAYS: usize = 11;
-        let Call::Plans(call) = &self.call else {
+        let Call::Plans(call) = &self.calls[self.current] else {
             return Ok(Vec::new());
         };
         if matches!(self.communicator.device(), hal::Device::Cpu)
@@ -408,7 +427,7 @@ impl<'a> Bench<'a> {
 
     fn call(&mut self, message: u64) -> Result<(), CollectiveError> {
         let spans = self.shape.spans(message);
-        let call = match &self.call {
+        let call = match &self.calls[self.current] {
             Call::Plans(call) => call,
             Call::Messages(exchange) => {
                 let communicator = self.communicator;
@@ -500,7 +519,10 @@ fn messages(
 /// Prints on rank 0: rows as they come, progress on a terminal.
 struct Printer {
     active: bool,
-    json: Option<Report>,
+    /// Whether rows are for programs, and come when all are there.
+    is_json: bool,
+    report: Report,
+    plot: Option<PathBuf>,
     progress: ProgressBar,
 }
 
@@ -517,21 +539,16 @@ impl Printer {
         } else {
             ProgressBar::hidden()
         };
-        let json = match options.common.format {
-            Format::Table => {
-                if active {
-                    print_line(&header.lines());
-                }
-                None
-            }
-            Format::Json => Some(Report {
-                header,
-                rows: Vec::new(),
-            }),
-        };
+        let is_json = matches!(options.common.format, Format::Json);
+        if active && !is_json {
+            print_line(&header.lines());
+        }
+        let rows = Vec::new();
         Self {
             active,
-            json,
+            is_json,
+            report: Report { header, rows },
+            plot: options.common.plot.clone(),
             progress,
         }
     }
@@ -543,17 +560,31 @@ impl Printer {
 
     fn row(&mut self, row: Row) {
         self.progress.inc(1);
-        match &mut self.json {
-            _ if !self.active => {}
-            Some(report) => report.rows.push(row),
-            None => self.progress.suspend(|| print_line(&row.line())),
+        if !self.active {
+            return;
         }
+        if !self.is_json {
+            self.progress.suspend(|| print_line(&row.line()));
+        }
+        self.report.rows.push(row);
     }
 
-    fn end(self) {
+    fn end(self) -> Result<(), String> {
         self.progress.finish_and_clear();
-        if let (true, Some(report)) = (self.active, self.json) {
-            print_line(&serde_json::to_string_pretty(&report).unwrap_or_default());
+        if !self.active {
+            return Ok(());
+        }
+        let Report { header, rows } = &self.report;
+        if self.is_json {
+            print_line(&serde_json::to_string_pretty(&self.report).unwrap_or_default());
+        }
+        match &self.plot {
+            None => Ok(()),
+            Some(path) => {
+                plot::draw(path, header, rows)?;
+                eprintln!("drawn: {}", path.display());
+                Ok(())
+            }
         }
     }
 }

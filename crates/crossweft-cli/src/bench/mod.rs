@@ -3,9 +3,11 @@
 //! * [`options`]: the command line.
 //! * [`measure`]: what each rank does.
 //! * [`report`]: tables and JSON.
+//! * [`plot`]: a picture of the same.
 
 mod measure;
 mod options;
+mod plot;
 mod report;
 
 use clap::Subcommand;

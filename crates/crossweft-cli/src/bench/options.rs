@@ -11,6 +11,9 @@ use crate::doctor::DEFAULT_RANKS;
 use crate::job::JobOptions;
 use crate::values::{Buffers, Device, Operation, Size, dtype, names, operation};
 
+/// What `--algorithm` calls all of them.
+const ALL: &str = "all";
+
 /// Options of every collective.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Common {
@@ -41,7 +44,7 @@ pub(crate) struct Common {
     /// Where buffers lie: in symmetric memory (zero copy), or private to each rank (staged).
     #[arg(long, value_enum, default_value_t = Buffers::Symmetric)]
     pub(crate) buffers: Buffers,
-    /// Use one algorithm for every size instead of choosing by size.
+    /// Use one algorithm for every size instead of choosing by size; `all` measures each of them that the buffers allow.
     #[arg(long, value_name = "NAME")]
     pub(crate) algorithm: Option<String>,
     /// A plan to choose from beside the built-in algorithms, of crossweft or of MSCCL++; may be repeated.
@@ -53,6 +56,9 @@ pub(crate) struct Common {
     /// Timed calls of each size; by default fewer for larger sizes.
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) iters: Option<u32>,
+    /// Draw times and bandwidth by size, beside what the link could carry: an SVG file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plot: Option<PathBuf>,
     /// Leave it to the system which cores the ranks run on, instead of binding each to one.
     #[arg(long)]
     pub(crate) no_bind: bool,
@@ -113,9 +119,24 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
+    /// The algorithms to measure: `None` is what the selector chooses.
+    pub(crate) fn algorithms(&self) -> Result<Vec<Option<Algorithm>>, String> {
+        let is_private = matches!(self.common.buffers, Buffers::Private);
+        let fits = |algorithm: &&Algorithm| {
+            !(is_private && algorithm.needs_registered()) && !self.overwrites(**algorithm)
+        };
+        match self.common.algorithm.as_deref() {
+            Some(ALL) => {
+                let those = Algorithm::of(self.collective).iter();
+                Ok(those.filter(fits).map(|&a| Some(a)).collect())
+            }
+            _ => Ok(vec![self.algorithm()?]),
+        }
+    }
+
     /// The algorithm asked for, if there is one.
-    pub(crate) fn algorithm(&self) -> Result<Option<Algorithm>, String> {
-        let Some(name) = &self.common.algorithm else {
+    fn algorithm(&self) -> Result<Option<Algorithm>, String> {
+        let Some(name) = self.common.algorithm.as_ref().filter(|name| *name != ALL) else {
             return Ok(None);
         };
         let those = Algorithm::of(self.collective);
@@ -142,13 +163,18 @@ impl Bench {
         Ok(Some(found))
     }
 
+    /// Whether blocks would overwrite each other, in place.
+    fn overwrites(&self, algorithm: Algorithm) -> bool {
+        let both = (self.collective, algorithm) == (Collective::AllToAll, Algorithm::Direct);
+        self.common.in_place && both
+    }
+
     /// What cannot be told from one option alone.
     pub(crate) fn check(&self) -> Result<(), String> {
         let Common {
             min,
             max,
             ranks,
-            in_place,
             buffers,
             ..
         } = self.common;
@@ -162,6 +188,18 @@ impl Bench {
             return Err(format!("--root {root}, but there are {ranks} ranks"));
         }
         self.scalar()?;
+        if let Some(plot) = &self.common.plot {
+            // Before anything is measured for it.
+            let folder = plot
+                .parent()
+                .filter(|folder| !folder.as_os_str().is_empty());
+            if plot.file_name().is_none() || folder.is_some_and(|folder| !folder.is_dir()) {
+                return Err(format!(
+                    "--plot {}: there is no such folder",
+                    plot.display()
+                ));
+            }
+        }
         if self.messages {
             return self.check_messages();
         }
@@ -171,7 +209,7 @@ impl Bench {
         if algorithm.needs_registered() && buffers == Buffers::Private {
             return Err(format!("--algorithm {algorithm} needs --buffers symmetric"));
         }
-        if in_place && (self.collective, algorithm) == (Collective::AllToAll, Algorithm::Direct) {
+        if self.overwrites(algorithm) {
             let reason = "blocks would overwrite each other";
             return Err(format!("--algorithm direct, but --in-place: {reason}"));
         }

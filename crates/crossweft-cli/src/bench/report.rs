@@ -109,7 +109,7 @@ impl Row {
 }
 
 /// What a link must carry of each byte of the larger of input and output, as nccl-tests counts it.
-fn bus_factor(collective: Collective, world_size: u32) -> f64 {
+pub(super) fn bus_factor(collective: Collective, world_size: u32) -> f64 {
     let n = f64::from(world_size);
     match collective {
         Collective::AllReduce => 2.0 * (n - 1.0) / n,
@@ -127,6 +127,8 @@ fn bus_factor(collective: Collective, world_size: u32) -> f64 {
 pub(crate) struct Header {
     /// The collective, as programs spell it.
     pub(crate) collective: String,
+    #[serde(skip)]
+    measured: Collective,
     /// Its root, if it has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) root: Option<u32>,
@@ -160,6 +162,7 @@ impl Header {
     ) -> Self {
         Self {
             collective: options.collective.name().replace('-', "_"),
+            measured: options.collective,
             root: options.collective.root(),
             version: env!("CARGO_PKG_VERSION"),
             device: communicator.device().name(),
@@ -174,6 +177,11 @@ impl Header {
             chosen,
             chosen_by: communicator.selection().source().to_owned(),
         }
+    }
+
+    /// The collective.
+    pub(super) fn measured(&self) -> Collective {
+        self.measured
     }
 
     /// The lines above the table.
