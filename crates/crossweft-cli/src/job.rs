@@ -29,12 +29,14 @@ pub(crate) enum JobError {
     Launch(#[from] NetError),
     #[error("cannot start rank {rank}: {source}")]
     Spawn { rank: u32, source: io::Error },
+    #[error("waiting for the ranks: {0}")]
+    Wait(io::Error),
 }
 
 impl JobError {
     pub(crate) fn exit(&self) -> Exit {
         match self {
-            Self::Usage(_) | Self::Launch(_) | Self::Spawn { .. } => Exit::Usage,
+            Self::Usage(_) | Self::Launch(_) | Self::Spawn { .. } | Self::Wait(_) => Exit::Usage,
             Self::Rank { source, .. } | Self::Job(source) => source.into(),
         }
     }
@@ -257,34 +259,18 @@ fn spawn(options: &JobOptions) -> Result<Exit, JobError> {
         job.add(rank, child);
     }
     let mut exit = Exit::Ok;
-    let mut failed: Option<Instant> = None;
-    while job.children.iter().any(|(_, _, status)| status.is_none()) {
-        for (rank, child, status) in &mut job.children {
-            if status.is_some() {
-                continue;
+    job.wait(
+        || {},
+        |rank, status| {
+            let ended = judge(rank, status);
+            exit = exit.worse(ended);
+            if ended != Exit::Ok {
+                // Whoever is still joining learns that the job will not come together.
+                rendezvous = None;
             }
-            *status = child.try_wait().map_err(|source| JobError::Spawn {
-                rank: *rank,
-                source,
-            })?;
-            if let Some(status) = status {
-                let ended = judge(*rank, *status);
-                exit = exit.worse(ended);
-                if ended != Exit::Ok && failed.is_none() {
-                    failed = Some(Instant::now());
-                    // Whoever is still joining learns that the job will not come together.
-                    rendezvous = None;
-                }
-            }
-        }
-        if failed.is_some_and(|at| at.elapsed() > GRACE) {
-            crate::complain(&format!(
-                "error: ending the ranks that are left, {GRACE:?} after one has failed"
-            ));
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
+        },
+    )
+    .map_err(JobError::Wait)?;
     drop(rendezvous);
     Ok(exit)
 }
@@ -313,37 +299,36 @@ impl Processes {
         self.children.push((rank, child, None));
     }
 
-    /// Waits for all, while `meanwhile` is called now and then; once one has failed, the others have `grace` to end by
-    /// themselves. How those have ended that did, in the order in which they did.
+    /// Waits for all, while `meanwhile` is called now and then, and `ended` for each rank that ends; once one has failed,
+    /// the others have [`GRACE`] to end by themselves.
     pub(crate) fn wait(
         mut self,
-        grace: Duration,
         mut meanwhile: impl FnMut(),
-    ) -> io::Result<Vec<ExitStatus>> {
-        let mut ended = Vec::new();
+        mut ended: impl FnMut(u32, ExitStatus),
+    ) -> io::Result<()> {
         let mut failed: Option<Instant> = None;
         while self.children.iter().any(|(_, _, status)| status.is_none()) {
-            for (_, child, status) in &mut self.children {
+            for (rank, child, status) in &mut self.children {
                 if status.is_none()
                     && let Some(end) = child.try_wait()?
                 {
                     *status = Some(end);
-                    ended.push(end);
+                    ended(*rank, end);
                     if !end.success() {
                         failed.get_or_insert_with(Instant::now);
                     }
                 }
             }
-            if failed.is_some_and(|at| at.elapsed() > grace) {
+            if failed.is_some_and(|at| at.elapsed() > GRACE) {
                 crate::complain(&format!(
-                    "error: ending the ranks that are left, {grace:?} after one has failed"
+                    "error: ending the ranks that are left, {GRACE:?} after one has failed"
                 ));
                 break;
             }
             meanwhile();
             std::thread::sleep(Duration::from_millis(10));
         }
-        Ok(ended)
+        Ok(())
     }
 }
 

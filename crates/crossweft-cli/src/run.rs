@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, ExitStatus};
-use std::time::Duration;
 
 use clap::Args;
 
@@ -20,8 +20,6 @@ use crate::job::Processes;
 const REPORT: &str = "CROSSWEFT_RUN_REPORT";
 /// The library's file, beside this command or in the `lib` folder beside its own.
 const LIBRARY: &str = "libcrossweft_nccl.so";
-/// How long other ranks may take to end by themselves once one of them has failed.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// What to run.
 #[derive(Debug, Args)]
@@ -52,6 +50,11 @@ enum RunError {
         path: PathBuf,
         source: std::io::Error,
     },
+    #[error(
+        "library {}: the loader takes spaces and colons for the end of a name; put it where the path has none",
+        path.display()
+    )]
+    Separator { path: PathBuf },
     #[error("cannot start {}: {source}", program.display())]
     Start {
         program: PathBuf,
@@ -77,6 +80,14 @@ pub(crate) fn run(options: &Options) -> ExitCode {
 
 fn try_run(options: &Options) -> Result<u8, RunError> {
     let library = library(options.library.as_deref())?;
+    if library
+        .as_os_str()
+        .as_bytes()
+        .iter()
+        .any(|b| b" :".contains(b))
+    {
+        return Err(RunError::Separator { path: library });
+    }
     let system = |what| move |source| RunError::System { what, source };
     let name = format!("crossweft-run-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).map_err(system("naming a socket"))?;
@@ -117,15 +128,15 @@ fn try_run(options: &Options) -> Result<u8, RunError> {
     }
 
     let mut users = BTreeSet::new();
-    let ended = job.wait(GRACE, || hear(&reports, &mut users));
-    let ended = ended.map_err(system("waiting for the program"))?;
+    let mut failed = None;
+    let hear_users = || hear(&reports, &mut users);
+    job.wait(hear_users, |_, status| {
+        failed = failed.or(Some(code(status)).filter(|&code| code != 0));
+    })
+    .map_err(system("waiting for the program"))?;
     hear(&reports, &mut users);
     say(&users, &library);
-    Ok(ended
-        .into_iter()
-        .map(code)
-        .find(|&code| code != 0)
-        .unwrap_or(0))
+    Ok(failed.unwrap_or(0))
 }
 
 /// The library that was asked for, or the one beside this command.

@@ -102,6 +102,21 @@ fn a_program_that_does_not_use_it_is_noticed() {
 }
 
 #[test]
+fn a_library_that_the_loader_would_not_find_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["with space", "with:colon"] {
+        let inner = folder.path().join(name);
+        std::fs::create_dir(&inner).unwrap();
+        let library = library(&inner, "int nothing;");
+        let arguments = ["run", "--library", library.to_str().unwrap(), "true"];
+        let output = crossweft(arguments).output().unwrap();
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{err}");
+        assert!(err.contains("spaces and colons"), "{err}");
+    }
+}
+
+#[test]
 fn what_cannot_be_run_is_said() {
     for (arguments, words) in [
         (

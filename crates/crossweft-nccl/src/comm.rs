@@ -1,7 +1,8 @@
 //! A communicator of the C interface, and the states it goes through.
 //!
-//! It is busy while it is being made, and, if it does not block, during each call. Then it is idle until it is
-//! suspended, revoked or finalised, or has failed; a failed one only serves to ask why, and to be taken apart.
+//! It is busy while it is being made, and, if it does not block, during each call, whatever its phase. It is idle
+//! until it is suspended, revoked or finalised, or has failed; a failed one only serves to ask why, and to be taken
+//! apart.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -35,7 +36,7 @@ pub(crate) struct Comm {
     group: OnceLock<Arc<Group>>,
     /// Set when everything is ready.
     communicator: OnceLock<Communicator>,
-    phase: Mutex<Phase>,
+    state: Mutex<State>,
     /// Set when everything is ready.
     engine: Mutex<Option<Engine>>,
     /// What a call that returned at once still does.
@@ -45,8 +46,7 @@ pub(crate) struct Comm {
     operations: Mutex<Operations>,
     /// Handles of registered buffers.
     registered: Mutex<BTreeSet<u64>>,
-    /// Ends joining what is being derived of it.
-    making: Mutex<Option<Cancel>>,
+    making: Mutex<Making>,
 }
 
 /// Operations that the program has made: each multiplies by a factor of one type before a sum.
@@ -60,11 +60,27 @@ struct Operations {
 /// The first number that is no operation of NCCL's: `ncclNumOps`.
 const FIRST_OPERATION: i32 = 5;
 
+/// Where a communicator is.
+#[derive(Debug)]
+struct State {
+    /// Something is going on, during which nothing else can begin.
+    busy: bool,
+    phase: Phase,
+}
+
+/// What is being derived of a communicator, which ends with it.
+#[derive(Debug, Default)]
+enum Making {
+    #[default]
+    Nothing,
+    Child(Arc<Comm>),
+    /// Nothing ever again: the communicator was aborted, with this reason.
+    Over(String),
+}
+
 /// What can be done with a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Nothing: something is going on.
-    Busy,
     /// Everything.
     Idle,
     /// Nothing but to resume, or to take it apart.
@@ -93,7 +109,10 @@ impl Comm {
             cancel: Cancel::new()?,
             group: OnceLock::new(),
             communicator: OnceLock::new(),
-            phase: Mutex::new(Phase::Busy),
+            state: Mutex::new(State {
+                busy: true,
+                phase: Phase::Idle,
+            }),
             engine: Mutex::default(),
             background: Mutex::default(),
             last_error: Mutex::default(),
@@ -164,8 +183,8 @@ impl Comm {
     }
 
     fn not_ready(&self) -> Error {
-        match &*lock(&self.phase) {
-            Phase::Failed(error) => error.clone(),
+        match self.phase() {
+            Phase::Failed(error) => error,
             _ => Error::argument(
                 "the communicator is used before the call before has ended: ask \
                  ncclCommGetAsyncError until it says ncclSuccess",
@@ -194,9 +213,9 @@ impl Comm {
 
     /// Whether calls may be made; the communicator to make them on.
     pub(crate) fn usable(&self) -> Result<&Communicator, Error> {
-        match &*lock(&self.phase) {
-            Phase::Idle | Phase::Busy => {}
-            Phase::Failed(error) => return Err(error.clone()),
+        match self.phase() {
+            Phase::Idle => {}
+            Phase::Failed(error) => return Err(error),
             Phase::Revoked => {
                 return Err(Error::usage(
                     "the communicator was revoked: split or shrink it, or destroy it",
@@ -219,20 +238,24 @@ impl Comm {
     /// Whether others may be derived from it, also when it was revoked.
     pub(crate) fn derivable(&self) -> Result<&Communicator, Error> {
         match self.phase() {
-            Phase::Revoked => self.communicator(),
+            Phase::Revoked => self.idle(),
             _ => self.usable(),
         }
     }
 
     fn idle(&self) -> Result<&Communicator, Error> {
-        match self.phase() {
-            Phase::Busy => Err(self.not_ready()),
-            _ => self.communicator(),
+        match self.is_busy() {
+            true => Err(self.not_ready()),
+            false => self.communicator(),
         }
     }
 
     pub(crate) fn phase(&self) -> Phase {
-        lock(&self.phase).clone()
+        lock(&self.state).phase.clone()
+    }
+
+    fn is_busy(&self) -> bool {
+        lock(&self.state).busy
     }
 
     /// What went wrong without a call of this rank's, if anything did.
@@ -243,8 +266,10 @@ impl Comm {
 
     /// `ncclCommGetAsyncError`.
     pub(crate) fn asynchronous(&self) -> Status {
+        if self.is_busy() {
+            return Status::InProgress;
+        }
         let error = match self.phase() {
-            Phase::Busy => return Status::InProgress,
             Phase::Revoked | Phase::Finalized => return Status::Success,
             Phase::Failed(error) => Some(error),
             Phase::Idle | Phase::Suspended => self.lost(),
@@ -271,9 +296,9 @@ impl Comm {
         *lock(&self.last_error) = Some(text);
     }
 
-    /// Something goes on until [`settle`](Self::settle).
-    pub(crate) fn set_busy(&self) {
-        *lock(&self.phase) = Phase::Busy;
+    /// Something goes on, until [`settle`](Self::settle) or `false`.
+    pub(crate) fn set_busy(&self, busy: bool) {
+        lock(&self.state).busy = busy;
     }
 
     /// Has ended what it was busy with, and goes on as `phase`; unless something else came first.
@@ -281,20 +306,30 @@ impl Comm {
         if let Phase::Failed(error) = &phase {
             self.note(error);
         }
-        let mut now = lock(&self.phase);
-        if matches!(*now, Phase::Busy | Phase::Idle | Phase::Suspended) {
-            *now = phase;
+        let mut state = lock(&self.state);
+        state.busy = false;
+        if matches!(state.phase, Phase::Idle | Phase::Suspended) {
+            state.phase = phase;
         }
     }
 
-    /// The next number of a communicator that all ranks but `excluded` derive of it.
-    pub(crate) fn count_derived(&self, excluded: &[u32]) -> u64 {
-        lock(&self.derived).next(excluded)
+    /// What was derived of it so far.
+    pub(crate) fn derived(&self) -> MutexGuard<'_, Derived> {
+        lock(&self.derived)
     }
 
-    /// `child` is being derived of it.
-    pub(crate) fn set_making(&self, child: &Self) {
-        *lock(&self.making) = Some(child.cancel.clone());
+    /// Derives `child` of it; whoever stops this one meanwhile stops that.
+    pub(crate) fn deriving<T>(&self, child: &Arc<Self>, derive: impl FnOnce() -> T) -> T {
+        match &mut *lock(&self.making) {
+            Making::Over(reason) => child.interrupt(reason),
+            making => *making = Making::Child(Arc::clone(child)),
+        }
+        let result = derive();
+        let mut making = lock(&self.making);
+        if let Making::Child(_) = *making {
+            *making = Making::Nothing;
+        }
+        result
     }
 
     /// Runs calls one after the other. Blocks; the first that fails is the last.
@@ -352,21 +387,36 @@ impl Comm {
     /// Ends every wait of every rank. This rank's own calls have ended when this returns. Others can still be
     /// derived of it.
     pub(crate) fn stop(&self, reason: &str) {
-        self.cancel.cancel(reason);
-        if let Some(child) = lock(&self.making).take() {
-            child.cancel(reason);
-        }
-        if let Some(group) = self.group.get() {
-            group.abort(reason);
+        self.interrupt(reason);
+        if let Making::Child(child) = &*lock(&self.making) {
+            child.interrupt(reason);
         }
         self.wait();
         drop(lock(&self.engine));
     }
 
+    /// Ends every wait of every rank, and every later one.
+    fn interrupt(&self, reason: &str) {
+        self.cancel.cancel(reason);
+        if let Some(group) = self.group.get() {
+            group.abort(reason);
+        }
+    }
+
+    /// `ncclCommAbort`: stops it, and nothing is derived of it any more.
+    pub(crate) fn abort(&self) {
+        let reason = "ncclCommAbort was called";
+        let over = Making::Over(reason.to_owned());
+        if let Making::Child(child) = std::mem::replace(&mut *lock(&self.making), over) {
+            child.interrupt(reason);
+        }
+        self.stop(reason);
+    }
+
     /// `ncclCommRevoke`.
     pub(crate) fn revoke(&self) -> Result<(), Error> {
         self.communicator()?;
-        *lock(&self.phase) = Phase::Revoked;
+        lock(&self.state).phase = Phase::Revoked;
         self.stop("ncclCommRevoke was called");
         Ok(())
     }
@@ -376,7 +426,7 @@ impl Comm {
         if let Some(group) = self.group.get() {
             group.leave();
         }
-        *lock(&self.phase) = Phase::Finalized;
+        self.settle(Phase::Finalized);
     }
 
     /// A number for an operation that multiplies by `factor` before a sum.

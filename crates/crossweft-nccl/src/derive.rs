@@ -24,35 +24,40 @@ pub(crate) fn unique_id() -> Result<UniqueId, Error> {
     Ok(id)
 }
 
-/// Whom a communicator was derived for, and how often so far: the same on all ranks that take part.
+/// Whom a communicator was derived for, and how often so far: the same on all ranks that take part. Attempts in which
+/// they did not all meet do not count, for not all ranks need have made them.
 #[derive(Debug, Default)]
 pub(crate) struct Derived(BTreeMap<Vec<u32>, u64>);
 
 impl Derived {
-    /// Counts the next one for all but `excluded`.
-    pub(crate) fn next(&mut self, excluded: &[u32]) -> u64 {
-        let count = self.0.entry(excluded.to_vec()).or_default();
-        *count += 1;
-        *count
+    /// How often all but `excluded` have met.
+    fn count(&self, excluded: &[u32]) -> u64 {
+        self.0.get(excluded).copied().unwrap_or(0)
+    }
+
+    /// They have met once more.
+    fn add(&mut self, excluded: &[u32]) {
+        *self.0.entry(excluded.to_vec()).or_default() += 1;
     }
 }
 
 /// A new group of the ranks of `parent` but `excluded`, in their order.
 fn regroup(parent: &Comm, child: &Comm, excluded: &[u32]) -> Result<Group, Error> {
     let communicator = parent.communicator()?;
-    let count = parent.count_derived(excluded);
-    parent.set_making(child);
+    let count = parent.derived().count(excluded);
     let tag: u128 = u128::from_be_bytes(communicator.endpoint().group().tag());
     let name = format!("nccl {tag:032x} without {excluded:?} number {count}");
     let gone = |rank: u32| excluded.iter().filter(|&&other| other < rank).count();
     let index = |rank: u32| rank - u32::try_from(gone(rank)).unwrap_or(rank);
     let (rank, world_size) = (communicator.rank(), communicator.world_size());
-    Ok(join_by_name(
+    let group = join_by_name(
         &name,
         (index(rank), index(world_size)),
         &child.join_options(),
         &Comm::rendezvous_options(child.timeout()),
-    )?)
+    )?;
+    parent.derived().add(excluded);
+    Ok(group)
 }
 
 /// `ncclCommShrink`: `child` becomes the communicator of all ranks of `parent` but `excluded`.

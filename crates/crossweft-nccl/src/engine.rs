@@ -113,11 +113,22 @@ impl Engine {
 
     /// All sends and receives of a group. What is sent from where something is received is copied first, so that two
     /// ranks can change places.
+    ///
+    /// # Errors
+    /// Beside the exchange's: what is received in two places at once would be neither.
     fn messages(
         &self,
         sends: &[(u32, Source)],
         receives: &mut [(u32, Destination)],
     ) -> Result<(), Error> {
+        let mut ranges: Vec<_> = receives.iter().map(|(_, to)| to.range()).collect();
+        ranges.retain(|range| !range.is_empty());
+        ranges.sort_unstable_by_key(|range| range.start);
+        if !ranges.is_sorted_by(|before, after| before.end <= after.start) {
+            return Err(Error::argument(
+                "two receives of a group share bytes: give each a buffer of its own",
+            ));
+        }
         let copies: Vec<Option<Vec<u8>>> = sends
             .iter()
             .map(|(_, data)| {

@@ -1,7 +1,8 @@
 //! Where the words behind an error go: `ncclGetLastError`, and standard error if `NCCL_DEBUG` says so.
 
 use std::cell::RefCell;
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
@@ -18,13 +19,15 @@ thread_local! {
     static TOLD: RefCell<CString> = RefCell::new(CString::default());
 }
 
-/// Notes an error of a call on this thread.
+/// Notes an error of a call on this thread. Cannot panic: whoever calls this has caught what can.
 pub(crate) fn note(name: &str, error: &Error) -> Status {
     let text = format!("{name}: {error}");
     if settings::prints_errors() {
-        eprintln!("crossweft: NCCL WARN {text}");
+        // Who has closed it does not want to read it.
+        let _ = writeln!(std::io::stderr(), "crossweft: NCCL WARN {text}");
     }
-    OWN.with_borrow_mut(|own| own.clone_from(&text));
+    // Nobody asks a thread that is so far gone that it has no variables any more.
+    let _ = OWN.try_with(|own| own.borrow_mut().clone_from(&text));
     *LAST.lock().unwrap_or_else(PoisonError::into_inner) = text;
     error.status
 }
@@ -32,15 +35,17 @@ pub(crate) fn note(name: &str, error: &Error) -> Status {
 /// The last error: `comm`'s own if there is one, or else this thread's, or else any thread's. Valid until this
 /// thread asks again.
 pub(crate) fn last(comm: Option<String>) -> *const std::ffi::c_char {
-    let own = || OWN.with_borrow(|own| Some(own.clone()).filter(|own| !own.is_empty()));
+    let own = OWN.try_with(|own| own.borrow().clone()).ok();
+    let own = || own.filter(|own| !own.is_empty());
     let any = || LAST.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let text = comm.or_else(own).unwrap_or_else(any);
     let text: Vec<u8> = text.into_bytes().into_iter().filter(|&b| b != 0).collect();
     let text = CString::new(text).unwrap_or_default();
-    TOLD.with_borrow_mut(|told| {
-        *told = text;
-        CStr::as_ptr(told)
-    })
+    let told = TOLD.try_with(|told| {
+        *told.borrow_mut() = text;
+        told.borrow().as_ptr()
+    });
+    told.unwrap_or(c"the thread has ended".as_ptr())
 }
 
 /// Runs `act`; a panic becomes an error.

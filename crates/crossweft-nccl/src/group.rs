@@ -40,14 +40,14 @@ struct Gathered {
 }
 
 /// What a communicator is to do.
-pub(crate) enum Work {
+enum Work {
     /// In that order.
     Manage(Vec<Manage>),
     Calls(Vec<Call>),
 }
 
 /// By communicator, in the order of their first calls.
-pub(crate) type Todo = Vec<(Arc<Comm>, Work)>;
+type Todo = Vec<(Arc<Comm>, Work)>;
 
 thread_local! {
     static GATHERED: RefCell<Gathered> = RefCell::default();
@@ -101,9 +101,25 @@ pub(crate) fn end() -> Result<Status, Error> {
     }
 }
 
+/// The calls of each communicator of a group.
+pub(crate) type CallsOfEach = Vec<(Arc<Comm>, Vec<Call>)>;
+
 /// Ends a group whose calls are only looked at.
-pub(crate) fn end_without_running() -> Result<Todo, Error> {
-    Ok(close()?.unwrap_or_default())
+pub(crate) fn end_without_running() -> Result<CallsOfEach, Error> {
+    let work = close()?.unwrap_or_default();
+    if work.iter().any(|(_, work)| matches!(work, Work::Manage(_))) {
+        let error = Error::unsupported(
+            "the time that making or changing communicators takes",
+            "end the group with ncclGroupEnd",
+        );
+        abandon(&work, &error);
+        return Err(error);
+    }
+    let calls = work.into_iter().filter_map(|(comm, work)| match work {
+        Work::Calls(calls) => Some((comm, calls)),
+        Work::Manage(_) => None,
+    });
+    Ok(calls.collect())
 }
 
 /// Communicators that were to be made in a group that failed are of no use.
@@ -212,7 +228,7 @@ fn run(mut work: Todo) -> Result<Status, Error> {
 
 fn run_in_background(work: Todo) -> Result<Status, Error> {
     for (comm, _) in &work {
-        comm.set_busy();
+        comm.set_busy(true);
     }
     let mut outcome = Ok(Status::InProgress);
     for (comm, work) in work {
@@ -234,15 +250,22 @@ fn one(comm: &Arc<Comm>, work: Work) -> Result<(), Error> {
     let result = match work {
         Work::Calls(calls) => comm.run(calls),
         Work::Manage(acts) => {
-            let results: Vec<_> = acts.into_iter().map(Manage::run).collect();
-            results.into_iter().collect()
+            let mut first = Ok(());
+            for act in acts {
+                // What makes nothing has no other way to say so where nobody waits.
+                let told = comm.config().blocking || act.makes.is_some();
+                let result = act.run();
+                if let (false, Err(error)) = (told, &result) {
+                    comm.settle(Phase::Failed(error.clone()));
+                }
+                first = first.and(result);
+            }
+            first
         }
     };
     if let Err(error) = &result {
         comm.note(error);
     }
-    if comm.phase() == Phase::Busy {
-        comm.settle(Phase::Idle);
-    }
+    comm.set_busy(false);
     result
 }

@@ -8,6 +8,10 @@ use crate::status::Error;
 
 /// What `ncclGetVersion` says unless told otherwise: what PyTorch 2.15 was made for.
 const VERSION: i32 = 23007;
+/// How long `crossweft run` may take to read what it is told.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// More than anybody can wait, and less than clocks can count.
+const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// The longest any wait may take unless told otherwise.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
@@ -38,7 +42,8 @@ pub(crate) fn timeout() -> Result<Duration, Error> {
     };
     let seconds: Option<f64> = text.parse().ok();
     let limit = seconds.and_then(|s| Duration::try_from_secs_f64(s).ok());
-    limit.filter(|limit| !limit.is_zero()).ok_or_else(|| {
+    let limit = limit.filter(|limit| !limit.is_zero());
+    limit.map(|limit| limit.min(LONGEST)).ok_or_else(|| {
         Error::usage(format!(
             "CROSSWEFT_TIMEOUT is `{text}`; it must be a number of seconds above 0"
         ))
@@ -65,15 +70,17 @@ pub(crate) fn report() {
     let Some(name) = variable("CROSSWEFT_RUN_REPORT") else {
         return;
     };
-    let send = || -> std::io::Result<usize> {
-        let address = SocketAddr::from_abstract_name(name.as_bytes())?;
-        let pid = std::process::id().to_string();
-        let socket = UnixDatagram::unbound()?;
-        socket.set_nonblocking(true)?;
-        socket.send_to_addr(pid.as_bytes(), &address)
-    };
     // Nobody needs to listen.
-    let _ = send();
+    let _ = report_to(&name);
+}
+
+fn report_to(name: &str) -> std::io::Result<usize> {
+    let address = SocketAddr::from_abstract_name(name.as_bytes())?;
+    let pid = std::process::id().to_string();
+    let socket = UnixDatagram::unbound()?;
+    // A queue has room for few; whoever asked for reports reads them soon.
+    socket.set_write_timeout(Some(PATIENCE))?;
+    socket.send_to_addr(pid.as_bytes(), &address)
 }
 
 /// Refuses to go on unless the program has said that its pointers are host memory.
@@ -87,5 +94,30 @@ pub(crate) fn check_device() -> Result<(), Error> {
             "this library works on host memory only so far: set CROSSWEFT_DEVICE=cpu and pass host pointers, \
              or use NCCL",
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_report_is_lost_when_many_come_at_once() {
+        let name = format!("crossweft-test-reports-{}", std::process::id());
+        let address = SocketAddr::from_abstract_name(name.as_bytes()).unwrap();
+        let reports = UnixDatagram::bind_addr(&address).unwrap();
+        // More than a queue holds where the system leaves it at its default of 10.
+        let count = 32;
+        std::thread::scope(|scope| {
+            let sender = scope.spawn(|| (0..count).try_for_each(|_| report_to(&name).map(drop)));
+            std::thread::sleep(Duration::from_millis(50));
+            reports
+                .set_read_timeout(Some(Duration::from_secs(10)))
+                .unwrap();
+            for _ in 0..count {
+                reports.recv(&mut [0; 16]).unwrap();
+            }
+            sender.join().unwrap().unwrap();
+        });
     }
 }

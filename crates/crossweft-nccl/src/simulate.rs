@@ -4,7 +4,7 @@ use crossweft_collective::{Place, Selector};
 use crossweft_plan::cost::{Topology, predict};
 
 use crate::call::{Call, CollectiveCall};
-use crate::group::{self, Work};
+use crate::group;
 use crate::pointer::Versioned;
 use crate::status::Error;
 
@@ -30,23 +30,21 @@ pub(crate) fn end(info: &Versioned) -> Result<(), Error> {
     }
     let topology = Topology::cpu();
     let mut longest = 0.0_f64;
-    for (comm, work) in work {
-        if let Work::Calls(calls) = work {
-            let world_size = comm.world_size()?;
-            let mut total = 0.0;
-            for call in &calls {
-                total += match call {
-                    Call::Collective(call) => one(&topology, call, world_size)?,
-                    _ => {
-                        return Err(Error::unsupported(
-                            "the time of sends, receives and puts",
-                            "put collectives only into the group",
-                        ));
-                    }
-                };
-            }
-            longest = longest.max(total);
+    for (comm, calls) in work {
+        let world_size = comm.world_size()?;
+        let mut total = 0.0;
+        for call in &calls {
+            total += match call {
+                Call::Collective(call) => one(&topology, call, world_size)?,
+                _ => {
+                    return Err(Error::unsupported(
+                        "the time of sends, receives and puts",
+                        "put collectives only into the group",
+                    ));
+                }
+            };
         }
+        longest = longest.max(total);
     }
     #[allow(
         clippy::cast_possible_truncation,

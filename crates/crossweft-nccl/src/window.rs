@@ -1,7 +1,7 @@
 //! Memory that all ranks of a communicator have registered: windows.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use crossweft_collective::SymmetricBuffer;
 use crossweft_hal::Memory;
@@ -27,6 +27,8 @@ pub(crate) struct Window {
     address: u64,
     bytes: u64,
     symmetric: bool,
+    /// The memory of `ncclMemAlloc` that it lies in, while it is that.
+    source: Weak<Memory>,
     /// From the beginning of the registered memory to the window.
     offset: u64,
     /// Set once all ranks have registered theirs.
@@ -67,14 +69,19 @@ impl Window {
                 "the window begins at {address:#x}, which is no multiple of {ALIGNMENT}"
             )));
         }
-        let offset = table::allocation(address, bytes).map(|(_, offset)| offset);
+        // What all ranks have to agree on; whether there is one shows then.
+        let allocation = table::allocation(address, bytes);
+        let (source, offset) = match &allocation {
+            Some((memory, offset)) => (Arc::downgrade(memory), *offset),
+            None => (Weak::new(), u64::MAX),
+        };
         Ok(Arc::new(Self {
             number: table::number(),
             address,
             bytes,
             symmetric: flags & SYMMETRIC != 0,
-            // What all ranks have to agree on; whether there is one shows then.
-            offset: offset.unwrap_or(u64::MAX),
+            source,
+            offset,
             memory: OnceLock::new(),
         }))
     }
@@ -104,7 +111,9 @@ impl Window {
     pub(crate) fn place_of(&self, range: &Range<u64>) -> Option<u64> {
         let end = self.address.checked_add(self.bytes)?;
         let inside = self.address <= range.start && range.end <= end;
-        let usable = inside && self.symmetric && self.memory.get().is_some();
+        // Memory that was freed may have made room for other memory at the same address.
+        let same = self.source.strong_count() > 0;
+        let usable = inside && same && self.symmetric && self.memory.get().is_some();
         usable.then(|| self.offset + (range.start - self.address))
     }
 
@@ -135,7 +144,7 @@ impl Window {
 
     /// The memory once more, up to the window's end: the communicator's own mapping of it.
     fn import(&self) -> Result<Memory, Error> {
-        let Some((memory, _)) = table::allocation(self.address, self.bytes) else {
+        let Some(memory) = self.source.upgrade() else {
             return Err(Error::usage(
                 "the window does not lie in memory of ncclMemAlloc, which alone other ranks can reach",
             ));
@@ -158,6 +167,9 @@ impl Window {
                 self.bytes
             )));
         }
-        Ok(self.memory()?.registered().addr(rank)? + self.offset + offset)
+        // All ranks are on this host, so only one that does not exist has no address.
+        let start = self.memory()?.registered().addr(rank);
+        let start = start.map_err(|_| Error::argument(format!("there is no rank {rank}")))?;
+        Ok(start + self.offset + offset)
     }
 }

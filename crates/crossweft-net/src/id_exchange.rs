@@ -188,9 +188,11 @@ impl IdServer {
         name: &str,
         id: &UniqueId,
         world_size: u32,
+        cancel: Option<&Cancel>,
         deadline: Instant,
     ) -> Result<Self, NetError> {
         let listener = loop {
+            Cancel::check(cancel, 0)?;
             match listen(name) {
                 // An earlier group of this job may be about to finish.
                 Err(NetError::Io { source, .. })

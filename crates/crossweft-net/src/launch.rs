@@ -220,13 +220,13 @@ pub fn join_by_name(
         Group::join(id, rank, world_size, &options)
     };
     let name = id_exchange::socket_name(name);
+    let cancel = options.cancel.as_ref();
     if rank != 0 {
-        let cancel = options.cancel.as_ref();
         return join(&id_exchange::from_socket(&name, rank, cancel, deadline)?);
     }
     let rendezvous = Rendezvous::start(rendezvous)?;
     let id = rendezvous.unique_id();
-    let _server = id_exchange::IdServer::start(&name, &id, world_size, deadline)?;
+    let _server = id_exchange::IdServer::start(&name, &id, world_size, cancel, deadline)?;
     let group = join(&id)?;
     rendezvous.wait()?;
     Ok(group)

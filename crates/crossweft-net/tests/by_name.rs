@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crossweft_net::launch::join_by_name;
-use crossweft_net::{Group, JoinOptions, NetError, Rendezvous, RendezvousOptions};
+use crossweft_net::{Cancel, Group, JoinOptions, NetError, Rendezvous, RendezvousOptions};
 
 fn meet(name: &str, ranks: u32) -> Vec<Vec<Vec<u8>>> {
     std::thread::scope(|scope| {
@@ -43,6 +43,35 @@ fn a_rank_whose_leader_never_comes_says_so() {
     let name = format!("nobody {}", std::process::id());
     let error = join_by_name(&name, (1, 2), &join, &RendezvousOptions::default()).unwrap_err();
     assert!(matches!(error, NetError::Timeout { .. }), "{error}");
+}
+
+#[test]
+fn a_leader_whose_name_is_taken_can_be_cancelled() {
+    let name = format!("taken {}", std::process::id());
+    let cancels = [Cancel::new().unwrap(), Cancel::new().unwrap()];
+    std::thread::scope(|scope| {
+        let leaders = cancels.each_ref().map(|cancel| {
+            let (name, cancel) = (&name, cancel.clone());
+            // One after the other, so that the second finds the name taken.
+            std::thread::sleep(Duration::from_millis(100));
+            scope.spawn(move || {
+                let join = JoinOptions {
+                    timeout: Duration::from_secs(30),
+                    cancel: Some(cancel),
+                    ..JoinOptions::default()
+                };
+                join_by_name(name, (0, 2), &join, &RendezvousOptions::default()).unwrap_err()
+            })
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        let start = Instant::now();
+        for (cancel, leader) in cancels.iter().zip(leaders).rev() {
+            cancel.cancel("no longer needed");
+            let error = leader.join().unwrap();
+            assert!(matches!(error, NetError::Aborted { .. }), "{error}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(10));
+    });
 }
 
 #[test]

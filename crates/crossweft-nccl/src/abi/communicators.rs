@@ -164,23 +164,31 @@ calls! {
 
     /// Calls are complete when they return, so there is nothing to flush: the communicator leaves the others.
     fn ncclCommFinalize(comm: Address) {
-        on(comm, |comm| {
+        if comm == Address::of(0) {
+            return Ok(Status::Success);
+        }
+        grouped(|| on(comm, |comm| {
             comm.usable()?;
             let own = Arc::clone(comm);
             group::manage(comm, None, move || {
                 own.finalize();
                 Ok(())
             })
-        })
+        }))
     }
 
+    /// Of NULL, as NCCL has it, there is nothing to destroy.
     fn ncclCommDestroy(comm: Address) {
-        table::remove(comm)?.leave();
+        if comm != Address::of(0) {
+            table::remove(comm)?.leave();
+        }
         Ok(Status::Success)
     }
 
     fn ncclCommAbort(comm: Address) {
-        table::remove(comm)?.stop("ncclCommAbort was called");
+        if comm != Address::of(0) {
+            table::remove(comm)?.abort();
+        }
         Ok(Status::Success)
     }
 
@@ -209,7 +217,7 @@ calls! {
             }
             let child = Comm::new(Config::read(&config, Some(parent.config()))?, None)?;
             let (own, made) = (Arc::clone(parent), Arc::clone(&child));
-            let act = move || derive::split(&own, &made, (color, key));
+            let act = move || own.deriving(&made, || derive::split(&own, &made, (color, key)));
             if color == derive::NO_COLOR {
                 return group::manage(parent, None, act);
             }
@@ -267,7 +275,7 @@ calls! {
             }
             let (own, made) = (Arc::clone(parent), Arc::clone(&child));
             publish(&new, "newcomm", &child, || {
-                group::manage(parent, Some(Arc::clone(&child)), move || derive::shrink(&own, &made, &gone))
+                group::manage(parent, Some(Arc::clone(&child)), move || own.deriving(&made, || derive::shrink(&own, &made, &gone)))
             })
         }))
     }
@@ -318,7 +326,7 @@ calls! {
                 let (own, made) = (Arc::clone(parent), Arc::clone(&child));
                 publish(&new, "newcomm", &child, || {
                     group::manage(parent, Some(Arc::clone(&child)), move || {
-                        derive::grow(&own, &made, id, count)
+                        own.deriving(&made, || derive::grow(&own, &made, id, count))
                     })
                 })
             })

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
+use std::io::Write;
 
 use super::{calls, exports, success, value};
 use crate::params::{ALL, Parameter};
@@ -90,7 +91,8 @@ exports! {
             for parameter in ALL {
                 let value = parameter.value();
                 let value = value.as_deref().unwrap_or("<unset>");
-                eprintln!("crossweft: {}={value} ({})", parameter.name(), parameter.about);
+                let (name, about) = (parameter.name(), parameter.about);
+                let _ = writeln!(std::io::stderr(), "crossweft: {name}={value} ({about})");
             }
             Ok(())
         });

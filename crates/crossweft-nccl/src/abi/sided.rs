@@ -76,6 +76,7 @@ calls! {
 
     fn ncclWaitSignal(count: i32, signals: In<[i32; 4]>, comm: Address, _stream: Stream) {
         grouped(|| on(comm, |comm| {
+            comm.usable()?;
             let count = unsigned("nDesc", count)? as usize;
             let mut waits = Vec::new();
             for [number, peer, signal, context] in signals.read("signalDescs", count)? {

@@ -428,7 +428,9 @@ static void arguments_main(struct rank* r) {
     SAYS(ncclInvalidArgument, "destroyed", ncclCommAbort(comm));
     IS(ncclInvalidArgument, ncclCommCount(comm, &number));
     IS(ncclInvalidArgument, ncclCommGetAsyncError(comm, &state));
-    IS(ncclInvalidArgument, ncclCommDestroy(NULL));
+    OK(ncclCommDestroy(NULL));
+    OK(ncclCommAbort(NULL));
+    OK(ncclCommFinalize(NULL));
 }
 
 static void init_arguments(void) {
@@ -499,6 +501,10 @@ static void init_arguments(void) {
     CHECK(comm == NULL && now() - start < 5);
     setenv("CROSSWEFT_TIMEOUT", "soon", 1);
     SAYS(ncclInvalidUsage, "CROSSWEFT_TIMEOUT", ncclCommInitRank(&comm, 1, id, 0));
+    setenv("CROSSWEFT_TIMEOUT", "1e19", 1);
+    OK(ncclGetUniqueId(&id));
+    OK(ncclCommInitRank(&comm, 1, id, 0));
+    OK(ncclCommDestroy(comm));
     unsetenv("CROSSWEFT_TIMEOUT");
 
     /* Nobody is to mistake a GPU's pointers for the host's. */
@@ -534,6 +540,38 @@ static void debug_output(void) {
     CHECK(dup2(own, 2) == 2);
     CHECK(read(pipes[0], text, sizeof text - 1) > 0);
     CHECK(!strcmp(text, "crossweft: NCCL WARN ncclCommUserRank: comm is NULL\n"));
+    /* And where nobody can read it, that is no reason to end. */
+    signal(SIGPIPE, SIG_IGN);
+    CHECK(close(pipes[0]) == 0 && dup2(pipes[1], 2) == 2);
+    ncclResult_t result = ncclCommUserRank(NULL, &number);
+    ncclParamDumpAll();
+    CHECK(dup2(own, 2) == 2 && result == ncclInvalidArgument);
+}
+
+/* A thread may still call when it has no variables any more. */
+static ncclResult_t last_result;
+
+static void last_call(void* nothing) {
+    int number;
+    (void)nothing;
+    last_result = ncclCommCount(NULL, &number);
+    if (!ncclGetLastError(NULL)) last_result = ncclSuccess;
+}
+
+static void* ends(void* key) {
+    int number;
+    IS(ncclInvalidArgument, ncclCommCount(NULL, &number));
+    CHECK(strlen(ncclGetLastError(NULL)) > 0);
+    CHECK(pthread_setspecific(*(pthread_key_t*)key, key) == 0);
+    return NULL;
+}
+
+static void thread_ends(void) {
+    pthread_key_t key;
+    pthread_t thread;
+    CHECK(pthread_key_create(&key, last_call) == 0);
+    CHECK(pthread_create(&thread, NULL, ends, &key) == 0 && pthread_join(thread, NULL) == 0);
+    CHECK(last_result == ncclInvalidArgument);
 }
 
 static void versions_differ(void) {
@@ -778,6 +816,20 @@ static void turns_main(struct rank* r) {
     OK(ncclCommAbort(comm));
 }
 
+/* Two receives into the same bytes. */
+static void shared_receives(void) {
+    ncclComm_t comm;
+    char data[8] = {0};
+    OK(ncclCommInitAll(&comm, 1, NULL));
+    OK(ncclGroupStart());
+    for (int i = 0; i < 2; i++) {
+        OK(ncclSend(data, 2, ncclUint8, 0, comm, NULL));
+        OK(ncclRecv(data + 4 + i, 2, ncclUint8, 0, comm, NULL));
+    }
+    SAYS(ncclInvalidArgument, "share bytes", ncclGroupEnd());
+    OK(ncclCommAbort(comm));
+}
+
 /* One thread, many ranks, and each sends to all. */
 static void one_thread_sends(void) {
     enum { N = 4 };
@@ -980,8 +1032,22 @@ static void no_waiting_main(struct rank* r) {
     }
     IS(ncclInProgress, ncclCommFinalize(comm));
     IS(ncclSuccess, settled(comm));
-    OK(ncclCommDestroy(part));
+    SAYS(ncclInvalidUsage, "finalised", ncclAllReduce(mine, mine, 1, ncclFloat32, ncclMax, comm, NULL));
     OK(ncclCommDestroy(comm));
+    /* One that is revoked stays so, whatever is made of it. */
+    OK(ncclCommRevoke(part, NCCL_REVOKE_DEFAULT));
+    IS(ncclInProgress, ncclCommSplit(part, 0, 0, &lone, NULL));
+    IS(ncclSuccess, settled(part));
+    IS(ncclSuccess, settled(lone));
+    SAYS(ncclInvalidUsage, "revoked", ncclAllReduce(mine, mine, 1, ncclFloat32, ncclMax, part, NULL));
+    /* What makes no communicator fails with the one it was called on. */
+    ncclWindow_t window;
+    static char anywhere[2][8192] __attribute__((aligned(4096)));
+    IS(ncclInProgress, ncclCommWindowRegister(lone, anywhere[r->rank], 4096, &window, 0));
+    IS(ncclInvalidUsage, settled(lone));
+    CHECK(strstr(ncclGetLastError(lone), "ncclMemAlloc"));
+    OK(ncclCommDestroy(part));
+    OK(ncclCommAbort(lone));
 }
 
 static void no_waiting(void) {
@@ -1072,12 +1138,18 @@ static void abort_main(struct rank* r) {
         case 3: SAYS(ncclRemoteError, "ncclCommAbort", ncclAllReduce(&x, &y, 1, ncclInt8, ncclMax, comm, NULL)); break;
         /* One that is to be made of it. */
         case 4: SAYS(ncclRemoteError, "ncclCommAbort", ncclCommSplit(comm, 0, 0, &other, NULL)); break;
+        /* And one that new ranks do not join. */
+        case 5:
+            OK(ncclCommGetUniqueId(comm, &r->id));
+            SAYS(ncclRemoteError, "ncclCommAbort", ncclCommGrow(comm, 3, &r->id, -1, &other, NULL));
+            break;
         }
         CHECK(now() - aborted_at < 1);
         CHECK(pthread_join(thread, NULL) == 0);
         IS(ncclInvalidArgument, ncclCommDestroy(comm));
     } else {
         ncclResult_t state = ncclSuccess;
+        if (how_it_waits == 5) IS(ncclRemoteError, ncclCommGrow(comm, 3, NULL, -1, &other, NULL));
         for (double start = now(); state == ncclSuccess && now() - start < 30; pause_ms(1))
             OK(ncclCommGetAsyncError(comm, &state));
         CHECK(state == ncclRemoteError);
@@ -1163,6 +1235,28 @@ static void shrink_main(struct rank* r) {
     OK(ncclCommDestroy(comm));
 }
 
+/* One rank tries before the others come, in vain; then all do. */
+static volatile int has_given_up;
+
+static void split_again_main(struct rank* r) {
+    ncclComm_t comm = join(r), part;
+    if (r->rank == 0) {
+        setenv("CROSSWEFT_TIMEOUT", "0.3", 1);
+        SAYS(ncclRemoteError, "join", ncclCommSplit(comm, 0, 0, &part, NULL));
+        setenv("CROSSWEFT_TIMEOUT", "20", 1);
+        has_given_up = 1;
+    }
+    while (!has_given_up) pause_ms(1);
+    OK(ncclCommSplit(comm, 0, 0, &part, NULL));
+    float x = 1, y;
+    OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, part, NULL));
+    CHECK(y == (float)r->ranks);
+    OK(ncclCommDestroy(part));
+    OK(ncclCommDestroy(comm));
+}
+
+static void split_again(void) { in_threads(3, split_again_main); }
+
 static ncclUniqueId grow_id;
 
 static void grow_main(struct rank* r) {
@@ -1198,6 +1292,7 @@ static void grow_main(struct rank* r) {
 static void revoke_main(struct rank* r) {
     ncclComm_t comm = join(r), part, rest;
     float x = 1, y;
+    ncclWaitSignalDesc_t nothing = {0, 0, 0, 0};
     IS(ncclInvalidArgument, ncclCommRevoke(comm, 1));
     if (r->rank == 0) SAYS(ncclRemoteError, "ncclCommRevoke", ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL));
     else pause_ms(200);
@@ -1207,6 +1302,7 @@ static void revoke_main(struct rank* r) {
     CHECK(state == ncclSuccess);
     SAYS(ncclInvalidUsage, "revoked", ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL));
     SAYS(ncclInvalidUsage, "revoked", ncclCommFinalize(comm));
+    SAYS(ncclInvalidUsage, "revoked", ncclWaitSignal(0, &nothing, comm, NULL));
     OK(ncclCommSplit(comm, 0, -r->rank, &part, NULL));
     int rank, gone[] = {2};
     OK(ncclCommUserRank(part, &rank));
@@ -1287,7 +1383,7 @@ static void windows_main(struct rank* r) {
     }
     void* place;
     IS(ncclInvalidArgument, ncclGetPeerDevicePointer(in, bytes, 0, &place));
-    IS(ncclInvalidUsage, ncclGetPeerDevicePointer(in, 0, 99, &place));
+    SAYS(ncclInvalidArgument, "no rank 99", ncclGetPeerDevicePointer(in, 0, 99, &place));
     IS(ncclInvalidArgument, ncclGetPeerDevicePointer(in, 0, -1, &place));
 
     /* Collectives within windows, at offsets that all ranks share. */
@@ -1346,6 +1442,13 @@ static void windows_main(struct rank* r) {
     ((float*)send)[0] = 2;
     OK(ncclAllReduce(send, recv, 1, ncclFloat32, ncclSum, comm, NULL));
     CHECK(((float*)recv)[0] == 4);
+    /* Nor is what comes to lie where one was that was freed. */
+    OK(ncclCommWindowRegister(comm, send, bytes, &in, NCCL_WIN_COLL_SYMMETRIC));
+    OK(ncclMemFree(send));
+    OK(ncclMemAlloc(&send, bytes));
+    for (size_t i = 0; i < large; i++) ((float*)send)[i] = 3;
+    OK(ncclAllReduce(send, recv, large, ncclFloat32, ncclSum, comm, NULL));
+    CHECK(((float*)recv)[0] == 6 && ((float*)recv)[large - 1] == 6);
     OK(ncclMemFree(send));
     OK(ncclCommDestroy(comm));
     IS(ncclInvalidArgument, ncclWinGetUserPtr(comm, out, &user));
@@ -1441,7 +1544,18 @@ static void simulate(void) {
         CHECK(data[0][0] == 42);
     }
     CHECK(times[0] == 0 && times[1] > 1 && times[1] < 1e5f && fabsf(times[2] - 2 * times[1]) < 1e-3f * times[2]);
+    /* Nothing is made in a group that is not run, and nobody is told that it was. */
+    ncclComm_t parts[N];
     ncclSimInfo_t bad = NCCL_SIM_INFO_INITIALIZER;
+    OK(ncclGroupStart());
+    for (int r = 0; r < N; r++) OK(ncclCommSplit(comms[r], 0, 0, &parts[r], NULL));
+    SAYS(ncclInvalidUsage, "making or changing", ncclGroupSimulateEnd(&bad));
+    for (int r = 0; r < N; r++) {
+        ncclResult_t state;
+        OK(ncclCommGetAsyncError(parts[r], &state));
+        CHECK(state == ncclInvalidUsage);
+        OK(ncclCommAbort(parts[r]));
+    }
     bad.magic = 0;
     OK(ncclGroupStart());
     IS(ncclInvalidArgument, ncclGroupSimulateEnd(&bad));
@@ -1571,7 +1685,7 @@ static void unaligned(void) { in_threads(2, unaligned_main); }
 static void config_calls(void) { in_threads(2, config_calls_main); }
 static void arguments(void) { in_threads(2, arguments_main); }
 static void several(void) { in_threads(3, several_main); }
-static void aborted(void) { for (how_it_waits = 0; how_it_waits < 5; how_it_waits++) in_threads(2, abort_main); }
+static void aborted(void) { for (how_it_waits = 0; how_it_waits < 6; how_it_waits++) in_threads(2, abort_main); }
 static void mismatch(void) { in_threads(3, mismatch_main); }
 static void shrink(void) { in_threads(4, shrink_main); }
 static void shrink_processes(void) { in_processes(4, -1, shrink_main); }
@@ -1609,6 +1723,7 @@ static const struct {
     CASE(init_arguments),
     CASE(versions),
     CASE(debug_output),
+    CASE(thread_ends),
     CASE(versions_differ),
     CASE(init_all),
     CASE(init_in_a_group),
@@ -1617,6 +1732,7 @@ static const struct {
     CASE(ring_processes),
     CASE(everybody),
     CASE(turns),
+    CASE(shared_receives),
     CASE(one_thread_sends),
     CASE(operations),
     CASE(one_sided),
@@ -1630,6 +1746,7 @@ static const struct {
     CASE(mismatch),
     CASE(shrink),
     CASE(shrink_processes),
+    CASE(split_again),
     CASE(grow),
     CASE(revoked),
     CASE(suspend),
