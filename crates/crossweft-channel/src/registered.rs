@@ -74,6 +74,13 @@ impl RegisteredMemory {
         }
     }
 
+    /// What each rank calls its own part, in rank order: the same on every rank, and another for every other memory of
+    /// an endpoint.
+    #[must_use]
+    pub fn keys(&self) -> &[u64] {
+        &self.keys
+    }
+
     /// What `rank`, which must exist, calls its own part on the wire.
     pub(crate) fn key(&self, rank: u32) -> u64 {
         self.keys[rank as usize]

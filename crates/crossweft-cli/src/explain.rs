@@ -127,7 +127,8 @@ fn selection(options: &Explain) -> Result<Selection, String> {
             complain(&format!(
                 "note: {reason}; there is no tuning table of such GPUs"
             ));
-            Selection::shipped(Fingerprint::unknown(), ranks)
+            let selection = Selection::from_environment(Fingerprint::unknown(), ranks);
+            selection.map_err(|error| say(error.into()))?
         }
     };
     for warning in selection.warnings() {

@@ -351,4 +351,15 @@ fn mistakes_are_told() {
         text(&output.stdout)
     );
     assert!(text(&output.stdout).contains("of 8 ranks on cuda"));
+    // And so can plans be that the environment names.
+    let output = crossweft(
+        cache.path(),
+        "explain all-reduce --bytes 8K --device cuda --ranks 8",
+    )
+    .env("CUDA_VISIBLE_DEVICES", "")
+    .env("CROSSWEFT_PLANS", "/none.json")
+    .output()
+    .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("/none.json: No such file"));
 }

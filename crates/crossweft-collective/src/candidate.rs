@@ -104,10 +104,10 @@ impl Request {
     }
 }
 
-/// The collective that is called by that name, with this root where it has one.
+/// The collectives that are called by name, with this root where they have one.
 #[must_use]
-pub fn collective_named(name: &str, root: u32) -> Option<Collective> {
-    let all = [
+pub const fn collectives(root: u32) -> [Collective; 8] {
+    [
         Collective::AllReduce,
         Collective::AllGather,
         Collective::ReduceScatter,
@@ -116,8 +116,14 @@ pub fn collective_named(name: &str, root: u32) -> Option<Collective> {
         Collective::Reduce { root },
         Collective::Gather { root },
         Collective::Scatter { root },
-    ];
-    all.into_iter().find(|collective| collective.name() == name)
+    ]
+}
+
+/// The collective that is called by that name, with this root where it has one.
+#[must_use]
+pub fn collective_named(name: &str, root: u32) -> Option<Collective> {
+    let mut all = collectives(root).into_iter();
+    all.find(|collective| collective.name() == name)
 }
 
 /// An algorithm that may be chosen.

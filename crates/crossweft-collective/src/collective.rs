@@ -13,7 +13,7 @@ use crate::candidate::{DeviceKind, Request};
 use crate::communicator::{Communicator, SymmetricBuffer};
 use crate::error::CollectiveError;
 use crate::explain::Explanation;
-use crate::selection::agree_on_choices;
+use crate::selection::{Selection, agree_on_choices};
 use crate::selector::{Choice, Place, Selector};
 
 /// Where the caller's buffers will be.
@@ -185,6 +185,10 @@ pub struct PreparedCollective {
     collective: Collective,
     dtype: DataType,
     request: Request,
+    /// What it was chosen by: the communicator may have another one since.
+    selection: Arc<Selection>,
+    /// Whether the caller has chosen instead.
+    is_forced: bool,
     selector: Selector,
     /// One for each of all the selector's choices.
     prepared: Vec<Arc<Prepared>>,
@@ -242,17 +246,18 @@ impl PreparedCollective {
                 least = up_to.saturating_add(1);
             }
         }
-        Self::with_selector(communicator, collective, options, selector)
+        Self::with_selector(communicator, collective, options, (selector, selection))
     }
 
-    /// Prepares what a selector may choose. Collective.
+    /// Prepares what a selector may choose, which comes from a selection. Collective.
     pub(crate) fn with_selector(
         communicator: &Communicator,
         collective: Collective,
         options: CollectiveOptions,
-        selector: Selector,
+        (selector, selection): (Selector, Arc<Selection>),
     ) -> Result<Self, CollectiveError> {
         let request = Request::new(communicator, collective, &options);
+        let is_forced = options.algorithm.is_some();
         let CollectiveOptions {
             dtype,
             op,
@@ -289,6 +294,8 @@ impl PreparedCollective {
             collective,
             dtype,
             request,
+            selection,
+            is_forced,
             selector,
             prepared,
         })
@@ -453,8 +460,14 @@ impl PreparedCollective {
     /// All candidates for a message of `bytes` bytes, with times where they are known, and why each was chosen or not.
     #[must_use]
     pub fn explain_all(&self, bytes: u64) -> Explanation {
-        let selection = self.communicator.selection();
-        Explanation::of(&self.request, bytes, &selection, &self.selector)
+        let explained = Explanation::of(&self.request, bytes, &self.selection, &self.selector);
+        match self.is_forced {
+            true => Explanation {
+                source: "the caller".to_owned(),
+                ..explained
+            },
+            false => explained,
+        }
     }
 
     /// All choices.

@@ -34,7 +34,7 @@ mod tuner;
 
 pub use algorithm::Algorithm;
 pub use candidate::{
-    Candidate, Constraints, DeviceKind, Refusal, Request, UserPlan, collective_named,
+    Candidate, Constraints, DeviceKind, Refusal, Request, UserPlan, collective_named, collectives,
 };
 pub use collective::{AllReduce, AllReduceOptions, CollectiveOptions, Memory, PreparedCollective};
 pub use communicator::{Communicator, CommunicatorOptions, SymmetricBuffer};

@@ -154,6 +154,12 @@ impl Selection {
         &self.fingerprint
     }
 
+    /// The number of ranks it is for.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.world_size
+    }
+
     /// Takes the table of new measurements instead of what was there.
     pub(crate) fn tuned(&mut self, table: TuningTable, path: Option<&Path>) {
         self.source = match path {

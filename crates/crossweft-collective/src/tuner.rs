@@ -6,6 +6,7 @@
 //! GPUs, calls of symmetric memory are recorded into a graph, and its replays are timed by the device.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_device::{DataType, ReduceOp};
@@ -118,7 +119,7 @@ pub fn tune(
     let is_writer = communicator.endpoint().group().local_rank() == 0;
     let name = TuningTable::file_name(&fingerprint, world_size);
     let stored = match is_writer {
-        true => cache.store_file(&name, table.to_json().as_bytes()),
+        true => cache.store_file(&name, to_write(&selection, &table, cache).as_bytes()),
         false => Ok(None),
     };
     let stored = stored.map_err(|source| CollectiveError::Store {
@@ -140,6 +141,26 @@ pub fn tune(
         took,
         disturbed,
     })
+}
+
+/// The file of a new table. Where the communicator had none, as tables were turned off, there may be one all the same:
+/// other measurements in it are kept.
+fn to_write(selection: &Selection, table: &TuningTable, cache: &Cache) -> String {
+    let there = match selection.table() {
+        Some(_) => None,
+        // One that is not to be used makes way.
+        None => TuningTable::load(cache, selection.fingerprint(), selection.world_size())
+            .ok()
+            .flatten(),
+    };
+    let Some(mut there) = there else {
+        return table.to_json();
+    };
+    there.forget_changed();
+    for new in table.measurements() {
+        there.insert(new.clone());
+    }
+    there.to_json()
 }
 
 /// Sizes up to `max` that are measured, each a multiple of `unit`: powers of two, and where calls take long enough to
@@ -223,7 +244,7 @@ const BYTE: u8 = 0x3f;
 impl<'a> Tuner<'a> {
     fn new(
         communicator: &'a Communicator,
-        selection: &Selection,
+        selection: &Arc<Selection>,
         options: &'a TuneOptions,
     ) -> Result<Self, CollectiveError> {
         let started = Instant::now();
@@ -272,8 +293,13 @@ impl<'a> Tuner<'a> {
                 }],
                 Vec::new(),
             );
-            let call =
-                PreparedCollective::with_selector(communicator, collective, prepare.clone(), only);
+            let chosen = (only, Arc::clone(selection));
+            let call = PreparedCollective::with_selector(
+                communicator,
+                collective,
+                prepare.clone(),
+                chosen,
+            );
             let call = match call {
                 Ok(call) => call,
                 Err(error) if cannot_run(&error) => {

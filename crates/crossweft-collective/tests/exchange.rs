@@ -542,6 +542,22 @@ fn gathers_and_scatters_of_any_counts() {
 }
 
 #[test]
+fn a_block_of_no_elements_may_lie_inside_another() {
+    let outputs = job(3, 60, |communicator| {
+        let exchange = usual(communicator)?;
+        let counts = [2_u64, 0, 1];
+        let own = counts[communicator.rank() as usize] as usize;
+        let input = vec![communicator.rank() as u8 + 1; own];
+        let mut output = [0; 3];
+        let blocks = Blocks::at(&counts, &[0, 1, 2]);
+        exchange.all_gather_v(DataType::U8, &input, (&mut output, blocks))?;
+        Ok(output)
+    })
+    .unwrap();
+    assert_eq!(outputs, [[1, 1, 3]; 3]);
+}
+
+#[test]
 fn reduce_scatter_v_is_the_exact_reduction_in_rank_order() {
     for ranks in 1..=5 {
         job(ranks, 60, |communicator| {
@@ -675,6 +691,14 @@ fn bad_calls_are_refused_and_change_nothing() {
         let differing = ExchangeOptions::default().rings(2 << rank, 128);
         let error = communicator.exchange(&differing).unwrap_err();
         assert_words(&error, &["ranks disagree", "2 slots", "4 slots"]);
+        // As large as each other, in another order: messages would come out of the wrong one.
+        let other = communicator.allocate(buffer.bytes())?;
+        let (first, second) = [(&buffer, &other), (&other, &buffer)][rank as usize];
+        let options = ExchangeOptions::default()
+            .symmetric(first)
+            .symmetric(second);
+        let error = communicator.exchange(&options).unwrap_err();
+        assert_words(&error, &["ranks disagree", "memories"]);
         // And all is as good as new.
         exchange
             .group()
@@ -894,6 +918,31 @@ fn a_message_that_is_never_received_is_named_at_the_deadline() {
             ],
         );
     }
+}
+
+#[test]
+fn a_message_whose_sender_gave_up_is_not_received_from_a_buffer_that_is_in_use_again() {
+    let errors = job(2, 2, |communicator| {
+        let buffer = communicator.allocate(1 << 20)?;
+        let options = ExchangeOptions::default().symmetric(&buffer);
+        let exchange = communicator.exchange(&options)?;
+        let error = if communicator.rank() == 0 {
+            let mut group = exchange.group();
+            group.send_symmetric(1, DataType::U8, &buffer, 0..1 << 20);
+            let error = group.run().unwrap_err();
+            buffer.write(0, &[1; 1 << 20])?;
+            error
+        } else {
+            std::thread::sleep(Duration::from_secs(3));
+            exchange.recv(0, &mut vec![0; 1 << 20]).unwrap_err()
+        };
+        communicator.barrier()?;
+        Ok(error)
+    })
+    .unwrap();
+    assert!(errors[0].is_lost_peer_or_timeout());
+    let words = "the exchange has failed on rank 0, which says why";
+    assert_words(&errors[1], &["rank 1: receive 0 of the group", words]);
 }
 
 #[test]

@@ -724,3 +724,58 @@ fn a_table_that_cannot_be_written_is_an_error_on_every_rank() {
     );
     assert!(errors[1].contains("rank 0 failed"), "{}", errors[1]);
 }
+
+#[test]
+fn tuning_keeps_what_a_table_holds_that_was_turned_off() {
+    let folder = tempfile::tempdir().unwrap();
+    let fingerprint = fingerprint_of_two();
+    write_table(folder.path(), &fingerprint, &built_in(), &ODD);
+    let options = [TuneOptions {
+        collective: Collective::AllGather,
+        dtype: DataType::F32,
+        op: ReduceOp::Sum,
+        place: Place::Private,
+        max_bytes: 8,
+        budget: Duration::ZERO,
+    }];
+    run_in_threads(2, OPTIONS, |communicator| {
+        // It chooses by the shipped rule.
+        communicator.select_by(Selection::shipped(fingerprint_of_two(), 2))?;
+        tune(communicator, &options, &Cache::at(folder.path()), |_| ())
+    })
+    .unwrap();
+    let later = Selection::decide(fingerprint, 2, cached(folder.path())).unwrap();
+    let table = later.table().unwrap();
+    let measured = table.measurements().iter();
+    let measured: Vec<_> = measured.map(|m| (&*m.collective, m.rows.len())).collect();
+    assert_eq!(measured, [("all-reduce", 4), ("all-gather", 1)]);
+}
+
+#[test]
+fn what_was_prepared_is_explained_by_what_it_was_chosen_by() {
+    let folder = tempfile::tempdir().unwrap();
+    write_table(folder.path(), &fingerprint_of_two(), &built_in(), &ODD);
+    run_in_threads(2, OPTIONS, |communicator| {
+        let fingerprint = fingerprint_of_two();
+        communicator.select_by(Selection::shipped(fingerprint.clone(), 2))?;
+        let options = CollectiveOptions::new(DataType::F32, ReduceOp::Sum, 1 << 20);
+        let shipped = communicator.all_reduce(options.clone())?;
+        let table = Selection::decide(fingerprint, 2, cached(folder.path())).unwrap();
+        communicator.select_by(table)?;
+        let explained = |options| {
+            let explained = communicator.all_reduce(options)?.explain_all(128 << 10);
+            Ok::<_, CollectiveError>((explained.chosen, explained.source))
+        };
+        let before = shipped.explain_all(128 << 10);
+        assert_eq!(before.chosen, "two-shot-staged");
+        assert_eq!(before.source, "the shipped rule");
+        assert_eq!(before.measured_bytes, None);
+        let (chosen, source) = explained(options.clone())?;
+        assert_eq!(chosen, "ring");
+        assert!(source.starts_with("tuning table "), "{source}");
+        let (chosen, source) = explained(options.algorithm(Algorithm::OneShot))?;
+        assert_eq!((&*chosen, &*source), ("one-shot", "the caller"));
+        Ok(())
+    })
+    .unwrap();
+}

@@ -8,12 +8,13 @@
 //! ```text
 //! slot:  u64 flag   u64 bytes   u64 kind and memory   u64 place   payload..
 //!                   of the whole message, in its first slot
-//! line:  u64 slots taken   u64 status   u64 [4] a refused message: as sent, as wanted
+//! line:  u64 slots taken   u64 status   u64 [4] a refused message: as sent, as wanted   u64 withdrawn
 //! ```
 //!
 //! A message takes as many slots as its payload needs, at least one. One whose sender's buffer can be
 //! reached by the receiver may be *offered* instead: its only slot says where it lies, the receiver copies it
-//! from there and then returns the slot, which completes the send.
+//! from there and then returns the slot, which completes the send. A sender whose launch has failed before
+//! [withdraws](withdraw) its offers, for it gives the buffer back; the receiver looks for that after the copy.
 //!
 //! Messages of a pair match in order. The transfers of a launch to, or from, one peer form a *chain*, of which
 //! one at a time is under way; [`run_block`] goes round the chains and does what can be done, so nothing
@@ -43,6 +44,7 @@ const TAKEN: u64 = 0;
 const STATUS: u64 = 8;
 const SENT: u64 = 16;
 const WANTED: u64 = 32;
+const WITHDRAWN: u64 = 48;
 
 /// Status of a rank whose exchange has failed.
 const FAILED: u64 = 1;
@@ -315,6 +317,22 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
     }
 }
 
+/// Tells all receivers that what this rank offers is offered no longer: before buffers of a launch that has failed are
+/// given back, which must come after a fence.
+///
+/// # Safety
+/// The exchange must be prepared, and none of its launches under way on this rank.
+pub unsafe fn withdraw<M: Memory>(memory: &M, exchange: &Exchange) {
+    let size = size_of::<Streams>() as u64;
+    for peer in 0..u64::from(exchange.ranks) {
+        // SAFETY: the table has an entry for each rank, whose line is this rank's to write.
+        unsafe {
+            let streams: Streams = memory.read(exchange.streams + peer * size);
+            memory.store_release(streams.incoming.reports + WITHDRAWN, 1);
+        }
+    }
+}
+
 impl Action {
     const END: Self = Self {
         kind: ActionKind::End,
@@ -537,6 +555,10 @@ impl<B: Block> Engine<'_, B> {
             ..action
         };
         if transfer.state == State::Offered {
+            if rest == 0 {
+                // SAFETY: the caller's promise.
+                unsafe { self.check_offer(transfer)? };
+            }
             return Ok(Some(pull(transfer.place)));
         }
         // SAFETY: the stream's words; a slot with its flag is the receiver's alone.
@@ -644,6 +666,28 @@ impl<B: Block> Engine<'_, B> {
         }
     }
 
+    /// After the copy of an offered message: whether it still was what was sent.
+    #[inline(always)]
+    unsafe fn check_offer(&self, transfer: &Transfer) -> Result<(), Stopped> {
+        // SAFETY: a word of the line on which the peer reports.
+        let withdrawn = unsafe {
+            let [reports, _] = self.lines(transfer.peer);
+            // Released: the copy's loads come before. Who finds nothing has copied before the buffer was given back.
+            self.block.memory().fetch_add(reports + WITHDRAWN, 0)
+        };
+        if withdrawn == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.tell_failed(transfer.peer) };
+        Err(self.block.refuse(&Waiting {
+            site: site(WaitKind::Failed, transfer.peer, transfer.op),
+            spins: 0,
+            expected: 0,
+            seen: withdrawn,
+        }))
+    }
+
     /// Where bytes at `place` of the registered memory `number` of `rank` are mapped here, if there are any:
     /// that is what a peer says.
     #[inline(always)]
@@ -681,6 +725,8 @@ impl<B: Block> Engine<'_, B> {
                 ActionKind::Receive => self.take(transfer.peer, false),
                 ActionKind::Pull => {
                     state = State::Offered;
+                    // All was copied before, and then the offer still stood.
+                    is_complete &= action.bytes == 0;
                     if is_complete {
                         self.take(transfer.peer, true);
                     }
@@ -794,6 +840,11 @@ impl<B: Block> Engine<'_, B> {
             // Acquired: what the peer sent before it failed is then seen.
             if memory.load_acquire(reports + STATUS) != 0 {
                 if self.attempt(chain)?.is_some() {
+                    return Ok(Ok(()));
+                }
+                // A reduction may have found the peer's message, and looks for another's now.
+                let (_, transfer) = self.transfer(chain);
+                if transfer.peer != peer {
                     return Ok(Ok(()));
                 }
                 self.heed(&transfer, peer)?;

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use common::{HostBlock, Meeting, Random, TellIfPanicking};
 use crossweft_device::exchange::{
     BOARD, Direction, Envelope, Exchange, Fault, HEADER, Incoming, LINE, Mapped, NO_MEMORY, NONE,
-    Outgoing, State, Streams, Transfer, Transfers, run_block,
+    Outgoing, State, Streams, Transfer, Transfers, run_block, withdraw,
 };
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{Block, DataType, Raw, ReduceOp, Stopped, Waiting};
@@ -275,6 +275,51 @@ fn threads_reduce_and_pull_together() {
     }
 }
 
+/// What rank 0 receives of an offer by rank 1 of 48 bytes at `place` of a memory, which holds `data`.
+fn take_offer(
+    ranks: &mut [Rank; 2],
+    data: &[u8],
+    number: u32,
+    place: u64,
+) -> (Result<(), Stopped>, [u8; 48]) {
+    ranks[0].mapped[1] = Mapped {
+        address: data.as_ptr() as u64,
+        bytes: data.len() as u64,
+    };
+    let slot = ranks[0].ring(1);
+    let header = [1, 48, 1 | u64::from(number) << 32, place];
+    assert_eq!(size_of_val(&header) as u64, HEADER);
+    // SAFETY: a slot of the ring, of which nobody else knows yet.
+    unsafe { (slot as *mut [u64; 4]).write(header) };
+    let mut got = [0_u8; 48];
+    let mut list = [transfer(Direction::Receive, 1, got.as_mut_ptr() as u64, 48)];
+    let mut chains = [0_u32];
+    let exchange = ranks[0].exchange(0);
+    let table = Transfers {
+        transfers: list.as_mut_ptr() as u64,
+        chains: chains.as_mut_ptr() as u64,
+        count: 1,
+        blocks: 1,
+    };
+    let reducer = HostReducer::new(DataType::U8, ReduceOp::Sum);
+    // SAFETY: tables and buffers live here, and nobody else uses them.
+    let result = unsafe { run_block(&HostBlock::NO_WAIT, &reducer, &exchange, &table, 0) };
+    (result, got)
+}
+
+#[test]
+fn an_offer_that_was_withdrawn_is_not_taken() {
+    let mut ranks = two_ranks(1);
+    let exchange = ranks[1].exchange(1);
+    // SAFETY: nothing is under way.
+    unsafe { withdraw(&Raw, &exchange) };
+    let (result, _) = take_offer(&mut ranks, &[7; 64], 1, 0);
+    assert_eq!(result, Err(Stopped::Mismatch));
+    // The slot is not returned: the sender hears of nothing that was received.
+    // SAFETY: the first word of the line on which rank 0 reports.
+    assert_eq!(unsafe { (ranks[1].line(0) as *const u64).read() }, 0);
+}
+
 #[test]
 fn an_offer_of_memory_that_is_not_there_is_refused() {
     let data = [7_u8; 64];
@@ -289,28 +334,7 @@ fn an_offer_of_memory_that_is_not_there_is_refused() {
         (u32::MAX, 0, false),
     ] {
         let mut ranks = two_ranks(1);
-        ranks[0].mapped[1] = Mapped {
-            address: data.as_ptr() as u64,
-            bytes: 64,
-        };
-        let slot = ranks[0].ring(1);
-        let header = [1, 48, 1 | u64::from(number) << 32, place];
-        assert_eq!(size_of_val(&header) as u64, HEADER);
-        // SAFETY: a slot of the ring, of which nobody else knows yet.
-        unsafe { (slot as *mut [u64; 4]).write(header) };
-        let mut got = [0_u8; 48];
-        let mut list = [transfer(Direction::Receive, 1, got.as_mut_ptr() as u64, 48)];
-        let mut chains = [0_u32];
-        let exchange = ranks[0].exchange(0);
-        let table = Transfers {
-            transfers: list.as_mut_ptr() as u64,
-            chains: chains.as_mut_ptr() as u64,
-            count: 1,
-            blocks: 1,
-        };
-        let reducer = HostReducer::new(DataType::U8, ReduceOp::Sum);
-        // SAFETY: tables and buffers live here, and nobody else uses them.
-        let result = unsafe { run_block(&HostBlock::NO_WAIT, &reducer, &exchange, &table, 0) };
+        let (result, got) = take_offer(&mut ranks, &data, number, place);
         if is_right {
             assert_eq!((result, got), (Ok(()), [7; 48]));
         } else {

@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use crossweft_channel::{
@@ -15,7 +15,7 @@ use crossweft_channel::{
 };
 use crossweft_device::exchange::{
     Direction, Envelope, Exchange as Program, Fault, HEADER, Incoming, LINE, Mapped, NO_MEMORY,
-    NONE, Outgoing, State, Streams, Transfer, Transfers, run_block,
+    NONE, Outgoing, State, Streams, Transfer, Transfers, run_block, withdraw,
 };
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, Memory as _, Raw, ReduceOp, Stopped, WaitKind};
@@ -181,7 +181,8 @@ pub enum ExchangeError {
         /// What was asked for, in words.
         wanted: String,
     },
-    /// A rank that this one waits for has met messages that do not match.
+    /// A rank that this one waits for has met messages that do not match, or has given up before its message was
+    /// copied.
     #[error("rank {rank}: {call}: the exchange has failed on rank {peer}, which says why")]
     PeerFailed {
         /// This rank.
@@ -302,8 +303,10 @@ impl<'a> Messages<'a> {
                 let index = (0..)
                     .zip(&exchange.memories)
                     .find(|(_, known)| std::ptr::eq(Arc::as_ptr(known), memory));
+                // A reduction looks for its messages in slots.
+                let is_reduced = matches!(kind.purpose, Purpose::ReduceScatter(_));
                 let index = index
-                    .filter(|_| !is_own)
+                    .filter(|_| !is_own && !is_reduced)
                     .map_or(NO_MEMORY, |(index, _)| index);
                 (address, bytes, index, range.start)
             }
@@ -343,7 +346,7 @@ impl<'a> Messages<'a> {
     }
 
     /// Receives a message of every other rank and reduces them, with `own` in this rank's place, in rank
-    /// order. The other ranks send slices. No other receive may be in the group.
+    /// order. No other receive may be in the group.
     pub fn reduce(
         &mut self,
         dtype: DataType,
@@ -467,8 +470,15 @@ impl Exchange {
             limit,
         } = options;
         let (rank, ranks) = (endpoint.rank(), endpoint.world_size());
-        let sizes: Vec<_> = memories.iter().map(|memory| memory.bytes()).collect();
-        let statement = format!("{slots} slots of {slot_bytes} bytes, memories of {sizes:?} bytes");
+        // By what all ranks call them: a message names the memory that it lies in by its place in this list.
+        let named = memories
+            .iter()
+            .map(|memory| (memory.keys(), memory.bytes()));
+        let named: Vec<_> = named
+            .map(|(keys, bytes)| format!("{keys:?} of {bytes} bytes"))
+            .collect();
+        let named = named.join(", ");
+        let statement = format!("{slots} slots of {slot_bytes} bytes, memories ({named})");
         endpoint.agree(&statement, what, deadline)?;
         let usage = |reason: String| ExchangeError::Usage { rank, reason };
         if !slots.is_power_of_two() {
@@ -496,7 +506,9 @@ impl Exchange {
                 "{slots} slots of {slot_bytes} bytes are too much"
             )));
         };
-        let rings = endpoint.allocate(bytes, what)?;
+        let rings = endpoint.allocate(bytes, what);
+        // No rank goes on without the others.
+        let rings = endpoint.settle(rings, what, deadline, |error| error)?;
         let rings = endpoint.register(rings, what, deadline)?;
         let own = rings.local().addr();
         let streams = (0..ranks)
@@ -525,15 +537,19 @@ impl Exchange {
             .iter()
             .flat_map(|memory| (0..ranks).map(move |peer| map(memory, peer)))
             .collect::<Result<Vec<_>, ChannelError>>();
+        let prepared = || {
+            let (streams, mapped) = (streams?, mapped?);
+            let mut image = ImageBuilder::default();
+            let streams = image.put(&streams);
+            let mapped = image.put(&mapped);
+            let fault = image.put(&[Fault::default()]);
+            let image = image.finish(endpoint.device(), what)?;
+            let grid = Grid::new(1, Schedule::default())?;
+            Ok(((streams, mapped, fault), image, grid))
+        };
         // No rank sends to one that cannot receive.
-        let tables = streams.and_then(|streams| Ok((streams, mapped?)));
-        let (streams, mapped) = endpoint.settle(tables, what, deadline, |error| error)?;
-
-        let mut image = ImageBuilder::default();
-        let streams = image.put(&streams);
-        let mapped = image.put(&mapped);
-        let fault = image.put(&[Fault::default()]);
-        let image = image.finish(endpoint.device(), what)?;
+        let ((streams, mapped, fault), image, grid) =
+            endpoint.settle(prepared(), what, deadline, ExchangeError::from)?;
         let program = Program {
             streams: image.addr(streams),
             mapped: image.addr(mapped),
@@ -548,7 +564,7 @@ impl Exchange {
             memories: memories.len() as u32,
         };
         let desk = Desk {
-            grid: Grid::new(1, Schedule::default())?,
+            grid,
             transfers: Vec::with_capacity(INLINE),
             chains: Vec::with_capacity(INLINE),
             last: vec![NONE; 2 * ranks as usize],
@@ -665,6 +681,10 @@ impl Exchange {
         });
         result.map_err(|interrupted| {
             self.poisoned.store(true, Ordering::Relaxed);
+            // SAFETY: the launch has ended, and whoever has the desk is alone with the program.
+            unsafe { withdraw(&Raw, &self.program) };
+            // Only then may the caller write to what was offered.
+            fence(Ordering::SeqCst);
             self.explain(&interrupted, requests, &guard)
         })
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crossweft_collective::{Algorithm, Collective, DataType, ReduceOp};
+use crossweft_collective::{Algorithm, Collective, DataType, ReduceOp, collectives};
 
 use super::pairwise::{DIMENSIONS, Levels};
 
@@ -100,20 +100,6 @@ pub(crate) struct Config {
     pub(crate) operation: Operation,
     pub(crate) symmetric: bool,
     pub(crate) in_place: bool,
-}
-
-/// The collectives, from or to rank `root`.
-pub(crate) fn collectives(root: u32) -> [Collective; 8] {
-    [
-        Collective::AllReduce,
-        Collective::AllGather,
-        Collective::ReduceScatter,
-        Collective::AllToAll,
-        Collective::Broadcast { root },
-        Collective::Reduce { root },
-        Collective::Gather { root },
-        Collective::Scatter { root },
-    ]
 }
 
 /// The algorithms of all collectives; `None` is the selector's choice.

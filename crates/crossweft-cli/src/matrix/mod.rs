@@ -14,9 +14,9 @@ use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use case::{Case, RANKS, algorithm_name, algorithms, collectives};
+use case::{Case, RANKS, algorithm_name, algorithms};
 use clap::Args;
-use crossweft_collective::{CollectiveError, Communicator, DataType, Devices};
+use crossweft_collective::{CollectiveError, Communicator, DataType, Devices, collectives};
 use indicatif::{ProgressBar, ProgressStyle};
 use run::Runner;
 
