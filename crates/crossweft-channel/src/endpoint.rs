@@ -288,6 +288,21 @@ impl Endpoint {
             .map_err(ChannelError::memory(what))
     }
 
+    /// Allocates memory of one size on every rank and [registers](Self::register) it: if one rank has none, all know at
+    /// once. Collective; blocks.
+    ///
+    /// # Errors
+    /// As for [`allocate`](Self::allocate) and [`register`](Self::register).
+    pub fn allocate_registered(
+        &self,
+        bytes: u64,
+        what: &str,
+        deadline: Instant,
+    ) -> Result<Arc<RegisteredMemory>, ChannelError> {
+        let memory = self.settle(self.allocate(bytes, what), what, deadline, identity)?;
+        self.register(memory, what, deadline)
+    }
+
     /// Cores that the ranks of this host may use, all together: launchers often bind each to one.
     #[must_use]
     pub fn cores(&self) -> usize {

@@ -204,8 +204,9 @@ impl Communicator {
     /// [`CollectiveError`]: sizes differ, no memory, a peer died or runs on another host.
     pub fn allocate(&self, bytes: u64) -> Result<SymmetricBuffer, CollectiveError> {
         let what = "allocating symmetric memory";
-        let memory = self.endpoint.allocate(bytes, what)?;
-        let memory = self.endpoint.register(memory, what, self.deadline())?;
+        let memory = self
+            .endpoint
+            .allocate_registered(bytes, what, self.deadline())?;
         Ok(SymmetricBuffer { memory, bytes })
     }
 

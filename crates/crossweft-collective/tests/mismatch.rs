@@ -223,3 +223,21 @@ fn at_the_deadline_it_is_said_what_the_peer_was_doing() {
         &["rank 1 has not begun this call: it made 1 of its kind, this is number 2"],
     );
 }
+
+/// Peers write into the output: one rank's must not be another's input.
+#[test]
+fn memories_in_another_order_are_found_when_a_collective_is_prepared() {
+    let errors = errors(|communicator| {
+        let (a, b) = (communicator.allocate(4096)?, communicator.allocate(4096)?);
+        let options = AllReduceOptions::new(DataType::F32, ReduceOp::Sum, 4096);
+        let options = match communicator.rank() {
+            1 => options.symmetric(&b, &a),
+            _ => options.symmetric(&a, &b),
+        };
+        let options = options.algorithm(Algorithm::TwoShot);
+        Ok(communicator.all_reduce(options).unwrap_err().to_string())
+    });
+    assert_words(&errors[0], &["rank 1", "memory"]);
+    assert_words(&errors[1], &["rank 0", "memory"]);
+    assert_words(&errors[2], &["rank 1", "memory"]);
+}

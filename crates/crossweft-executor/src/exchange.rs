@@ -506,10 +506,7 @@ impl Exchange {
                 "{slots} slots of {slot_bytes} bytes are too much"
             )));
         };
-        let rings = endpoint.allocate(bytes, what);
-        // No rank goes on without the others.
-        let rings = endpoint.settle(rings, what, deadline, |error| error)?;
-        let rings = endpoint.register(rings, what, deadline)?;
+        let rings = endpoint.allocate_registered(bytes, what, deadline)?;
         let own = rings.local().addr();
         let streams = (0..ranks)
             .map(|peer| {

@@ -149,11 +149,8 @@ impl PreMultiplier {
         let products = match &options.buffers {
             _ if plan.in_place == InPlace::Required => None,
             Buffers::Registered { .. } => {
-                let memory = endpoint.allocate(bytes, &what);
-                // No rank goes on without the others.
-                let memory = endpoint.settle(memory, &what, deadline, |error| error);
-                let registered = memory.and_then(|m| endpoint.register(m, &what, deadline));
-                Some(Products::Registered(registered.map_err(channel)?))
+                let memory = endpoint.allocate_registered(bytes, &what, deadline);
+                Some(Products::Registered(memory.map_err(channel)?))
             }
             Buffers::Private => {
                 let memory = device.allocate(bytes).map_err(hal);

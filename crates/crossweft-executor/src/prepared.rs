@@ -220,16 +220,11 @@ impl Prepared {
             .ok_or_else(too_large)?;
         let (packets_half, packets) = plan.packet_bytes(options.max_bytes).ok_or_else(too_large)?;
         let bytes = scratch.checked_add(packets).ok_or_else(too_large)?;
-        let scratch_memory = if bytes == 0 {
-            None
-        } else {
-            let memory = endpoint.allocate(bytes, &what).map_err(channel)?;
-            Some(
-                endpoint
-                    .register(memory, &what, deadline)
-                    .map_err(channel)?,
-            )
+        let scratch_memory = match bytes {
+            0 => None,
+            _ => Some(endpoint.allocate_registered(bytes, &what, deadline)),
         };
+        let scratch_memory = scratch_memory.transpose().map_err(channel)?;
         let rank = endpoint.rank();
         let own = &plan.ranks[rank as usize];
         let (input, output) = match &options.buffers {
@@ -255,10 +250,11 @@ impl Prepared {
             &memories,
             options.first_epoch,
         )
-        .map_err(channel)?;
+        .map_err(channel);
         // Launches borrow a stream from their context. Each rank holds one until all have come, so that there are
         // as many as ranks: making one while kernels run may wait for them.
-        let machine = machine(endpoint, plan, &memories, &options).and_then(|machine| {
+        let ready = tables.and_then(|tables| {
+            let machine = machine(endpoint, plan, &memories, &options)?;
             let stream = match endpoint.device() {
                 Device::Cuda(context) => Some(Stream::new(context)),
                 _ => None,
@@ -267,10 +263,10 @@ impl Prepared {
                 plan: name(),
                 source: error.into(),
             })?;
-            Ok((machine, stream))
+            Ok((tables, machine, stream))
         });
         // No rank launches what another cannot.
-        let (machine, _stream) = endpoint.settle(machine, &what, deadline, channel)?;
+        let (tables, machine, _stream) = endpoint.settle(ready, &what, deadline, channel)?;
         let halves = (scratch_half, packets_half);
         let element = options.dtype.size() as u32;
         Ok(Arc::new(Self {
@@ -715,11 +711,21 @@ fn statement(plan: &Plan, options: &Options) -> String {
     let by = if *fused { "" } else { " by the executor" };
     let op = operation(options);
     let buffers = match buffers {
-        Buffers::Private => "private buffers",
-        Buffers::Registered { input, output } if Arc::ptr_eq(input, output) => {
-            "one registered memory"
+        Buffers::Private => "private buffers".to_owned(),
+        Buffers::Registered { input, output } => {
+            // Where ranks reach into each other's buffers, all must mean the same memory.
+            let (into_input, into_output) = plan.reaches_into();
+            let name = |is_reached: bool, memory: &RegisteredMemory| match is_reached {
+                true => format!("memory {:?}", memory.keys()),
+                false => "registered memory".to_owned(),
+            };
+            let one = match Arc::ptr_eq(input, output) {
+                true => " (the same)",
+                false => "",
+            };
+            let (from, to) = (name(into_input, input), name(into_output, output));
+            format!("{from} to {to}{one}")
         }
-        Buffers::Registered { .. } => "registered memories",
     };
     format!(
         "plan `{}` ({:016x}) for {dtype} {op}, up to {max_bytes} bytes in {buffers}, from epoch \

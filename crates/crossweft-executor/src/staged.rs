@@ -57,10 +57,7 @@ impl Staging {
         let allocate = |blocks: u32| {
             // Memory of no bytes cannot be shared.
             let bytes = max_bytes.saturating_mul(blocks.into()).max(1);
-            let memory = endpoint.allocate(bytes, &what);
-            // No rank goes on without the others.
-            let memory = endpoint.settle(memory, &what, deadline, |error| error)?;
-            endpoint.register(memory, &what, deadline)
+            endpoint.allocate_registered(bytes, &what, deadline)
         };
         let in_place = plan.in_place == InPlace::Required;
         let (input, output) = (plan.input_blocks, plan.output_blocks);
