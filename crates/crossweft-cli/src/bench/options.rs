@@ -123,7 +123,8 @@ impl Bench {
     pub(crate) fn algorithms(&self) -> Result<Vec<Option<Algorithm>>, String> {
         let is_private = matches!(self.common.buffers, Buffers::Private);
         let fits = |algorithm: &&Algorithm| {
-            !(is_private && algorithm.needs_registered()) && !self.overwrites(**algorithm)
+            let needs_other_buffers = is_private && algorithm.needs_registered();
+            !needs_other_buffers && !self.overwrites(**algorithm)
         };
         match self.common.algorithm.as_deref() {
             Some(ALL) => {
