@@ -830,7 +830,7 @@ impl<E: GpuElement, C: Combine> Reducer for GpuReducer<E, C> {
 }
 
 /// Block: reduces two aligned sources of `pieces` pieces into one such destination, four pieces of each in flight. Like
-/// [`reduce_listed`], a function of numbers alone.
+/// `reduce_listed`, a function of numbers alone.
 ///
 /// # Safety
 /// The addresses must be aligned to a piece, and valid for `pieces`.
