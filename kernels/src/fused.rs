@@ -58,84 +58,43 @@ macro_rules! word_of {
     };
 }
 
-macro_rules! fused {
-    ($($module:literal, $element:ty, $one_shot:ident, $lines:ident, $two_shot:ident;)*) => { $(
+/// An entry: a thread block for each of the plan's, whose launch is a `$launch` and finds the ranks of its
+/// sources at `$peer`.
+macro_rules! entry {
+    ($module:literal, $entry:ident, $launch:ident, $peer:expr, $run:path) => {
         /// A thread block for each of the plan's.
         ///
         /// # Safety
-        /// As for [`one_shot::run`].
+        #[doc = concat!("As for [`", stringify!($run), "`].")]
         #[cfg(module = $module)]
         #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $one_shot(launch: OneShot) {
+        pub unsafe extern "ptx-kernel" fn $entry(launch: $launch) {
             // SAFETY: the caller's promise; what is read lies in the parameter, and `run` has a barrier
             // before it waits. The record in the host's memory says what went wrong.
             unsafe {
                 let tables = Parameter {
-                    word: word_of!($one_shot),
-                    target: offset_of!(OneShot, target),
-                    source: offset_of!(OneShot, source),
-                    peer: offset_of!(OneShot, peer),
+                    word: word_of!($entry),
+                    target: offset_of!($launch, target),
+                    source: offset_of!($launch, source),
+                    peer: $peer,
                 };
                 // On its way while all else is made ready.
                 let epoch = Raw.load(launch.counters.epoch);
                 let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
-                let at = (block_x(), epoch);
-                if one_shot::run::<_, $element>(&block, &launch, &tables, at).is_err() {
+                if $run(&block, &launch, &tables, (block_x(), epoch)).is_err() {
                     stop(launch.counters.epoch);
                 }
             }
         }
+    };
+}
 
-        /// A thread block for each of the plan's.
-        ///
-        /// # Safety
-        /// As for [`one_shot_lines::run`].
-        #[cfg(module = $module)]
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $lines(launch: OneShot) {
-            // SAFETY: as above.
-            unsafe {
-                let tables = Parameter {
-                    word: word_of!($lines),
-                    target: offset_of!(OneShot, target),
-                    source: offset_of!(OneShot, source),
-                    peer: offset_of!(OneShot, peer),
-                };
-                // On its way while all else is made ready.
-                let epoch = Raw.load(launch.counters.epoch);
-                let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
-                let at = (block_x(), epoch);
-                if one_shot_lines::run::<_, $element>(&block, &launch, &tables, at).is_err() {
-                    stop(launch.counters.epoch);
-                }
-            }
-        }
-
-        /// A thread block for each of the plan's.
-        ///
-        /// # Safety
-        /// As for [`two_shot::run`].
-        #[cfg(module = $module)]
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $two_shot(launch: TwoShot) {
-            // SAFETY: as above.
-            unsafe {
-                let tables = Parameter {
-                    word: word_of!($two_shot),
-                    target: offset_of!(TwoShot, target),
-                    source: offset_of!(TwoShot, source),
-                    // Semaphores know whom they wait for.
-                    peer: 0,
-                };
-                // On its way while all else is made ready.
-                let epoch = Raw.load(launch.counters.epoch);
-                let block = GpuBlock::<Here>::open(&launch.context, launch.rank);
-                let at = (block_x(), epoch);
-                if two_shot::run::<_, $element>(&block, &launch, &tables, at).is_err() {
-                    stop(launch.counters.epoch);
-                }
-            }
-        }
+macro_rules! fused {
+    ($($module:literal, $element:ty, $one_shot:ident, $lines:ident, $two_shot:ident;)*) => { $(
+        entry!($module, $one_shot, OneShot, offset_of!(OneShot, peer), one_shot::run::<_, $element>);
+        entry!($module, $lines, OneShot, offset_of!(OneShot, peer), one_shot_lines::run::<_, $element>);
+        // Semaphores know whom they wait for.
+        entry!($module, $two_shot, TwoShot, 0, two_shot::run::<_, $element>);
     )* };
 }
 

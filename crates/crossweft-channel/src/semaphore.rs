@@ -49,11 +49,11 @@ impl SemaphorePool {
         let channels = pair(&lists, endpoint.rank());
         // Registered memory has one size on all ranks.
         let lines = lists.iter().map(Vec::len).max().unwrap_or(0);
-        let memory = endpoint.allocate(lines as u64 * LINE, what)?;
+        let inbound = endpoint.allocate_registered(lines as u64 * LINE, what, deadline)?;
         let mut image = ImageBuilder::default();
         image.zeros(channels.len());
         Ok(Self {
-            inbound: endpoint.register(memory, what, deadline)?,
+            inbound,
             expected: image.finish(endpoint.device(), what)?,
             channels,
         })

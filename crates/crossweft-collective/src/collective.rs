@@ -1,10 +1,10 @@
 //! Collectives that are ready to be called: a choice of algorithms, and their prepared plans.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossweft_device::{DataType, ReduceOp};
-use crossweft_executor::{Buffers, Options, Prepared, Recorded, Scalar, Schedule};
+use crossweft_executor::{Buffers, ExecutorError, Options, Prepared, Recorded, Scalar, Schedule};
 use crossweft_hal as hal;
 use crossweft_plan::Collective;
 
@@ -397,15 +397,9 @@ impl PreparedCollective {
         output_offset: u64,
         bytes: u64,
     ) -> Result<(), CollectiveError> {
-        let (prepared, piece) = self.select(bytes)?;
-        let mut done = 0;
-        while done < bytes {
-            let part = (bytes - done).min(piece as u64);
-            let limit = self.communicator.timeout();
-            prepared.run_registered(input_offset + done, output_offset + done, part, limit)?;
-            done += part;
-        }
-        Ok(())
+        self.in_pieces(bytes, |prepared, at, part, limit| {
+            prepared.run_registered(input_offset + at, output_offset + at, part, limit)
+        })
     }
 
     /// Runs it on messages of `bytes` bytes in private memory of this rank's device, from an offset of one memory to an
@@ -420,12 +414,23 @@ impl PreparedCollective {
         output: (&hal::Memory, u64),
         bytes: u64,
     ) -> Result<(), CollectiveError> {
+        self.in_pieces(bytes, |prepared, at, part, limit| {
+            let (from, to) = ((input.0, input.1 + at), (output.0, output.1 + at));
+            prepared.run_at(from, to, part, limit)
+        })
+    }
+
+    /// Has the plan for a message of `bytes` bytes run its pieces, one after another: from where, and how many bytes.
+    fn in_pieces(
+        &self,
+        bytes: u64,
+        run: impl Fn(&Prepared, u64, u64, Duration) -> Result<(), ExecutorError>,
+    ) -> Result<(), CollectiveError> {
         let (prepared, piece) = self.select(bytes)?;
         let mut done = 0;
         while done < bytes {
             let part = (bytes - done).min(piece as u64);
-            let (from, to) = ((input.0, input.1 + done), (output.0, output.1 + done));
-            prepared.run_at(from, to, part, self.communicator.timeout())?;
+            run(prepared, done, part, self.communicator.timeout())?;
             done += part;
         }
         Ok(())

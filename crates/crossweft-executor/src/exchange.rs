@@ -14,8 +14,8 @@ use crossweft_channel::{
     ChannelError, Endpoint, Guard, Image, ImageBuilder, RegisteredMemory, StopCause,
 };
 use crossweft_device::exchange::{
-    Direction, Envelope, Exchange as Program, Fault, HEADER, Incoming, LINE, Mapped, NO_MEMORY,
-    NONE, Outgoing, State, Streams, Transfer, Transfers, run_block, withdraw,
+    Direction, Envelope, Exchange as Program, Fault, Incoming, LINE, Mapped, NO_MEMORY, NONE,
+    Outgoing, State, Streams, Transfer, Transfers, run_block, withdraw,
 };
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, Memory as _, Raw, ReduceOp, Stopped, WaitKind};
@@ -600,12 +600,6 @@ impl Exchange {
     #[must_use]
     pub fn world_size(&self) -> u32 {
         self.endpoint.world_size()
-    }
-
-    /// Bytes of payload in a slot: larger messages take several, or are copied by their receiver.
-    #[must_use]
-    pub fn slot_payload(&self) -> u64 {
-        self.program.slot_bytes - HEADER
     }
 
     /// Bytes of the rings that it holds on this rank.
