@@ -195,8 +195,10 @@ const LEAST_CALLS: usize = 3;
 const MOST_CALLS: usize = 40;
 /// How near that is.
 const NEAR: f64 = 1.5;
-/// A candidate that is this many times slower than the best, at so many sizes in a row each time more so, is left out
-/// from there on: what is slow for small messages may be fast for large ones, but not what falls behind.
+/// A candidate whose shortest call takes this many times what the best usually takes, at so many sizes in a row each time
+/// more so, is left out from there on: what is slow for small messages may be fast for large ones, but not what falls
+/// behind. Against the best's median, for other work on the machine, which delays some calls and spares others, must not
+/// look like falling behind.
 const FAR: f64 = 4.0;
 const FAR_SIZES: u32 = 3;
 
@@ -368,9 +370,13 @@ impl<'a> Tuner<'a> {
             .filter(|(_, us)| **us <= NEAR * best)
             .map(|(index, _)| *index)
             .collect();
+        let usual = first
+            .iter()
+            .find(|times| least(times) <= best)
+            .map_or(best, |times| median(times));
         for (index, us) in fits.iter().zip(&shortest) {
             let contestant = &mut self.contestants[*index];
-            let before = std::mem::replace(&mut contestant.behind, us / best);
+            let before = std::mem::replace(&mut contestant.behind, us / usual);
             contestant.far = match contestant.behind > FAR && contestant.behind > before {
                 true => contestant.far + 1,
                 false => 0,

@@ -678,8 +678,13 @@ fn tuning_measures_every_candidate_once_and_a_later_start_none() {
         let sizes: Vec<u64> = measurements.rows.iter().map(|row| row.bytes).collect();
         assert_eq!((sizes[0], *sizes.last().unwrap()), (8, 20 << 10));
         assert!(sizes.contains(&(16 << 10)), "{sizes:?}");
+        assert!(measurements.candidates.len() >= 2);
+        // All are measured to begin with. How fast they are, and so which of them fall behind, is this machine's affair
+        // of the moment, but somebody is best at each size.
+        let mut first = measurements.rows[..3].iter();
+        assert!(first.all(|row| row.us.iter().all(Option::is_some)));
         for row in &measurements.rows {
-            assert!(row.us.iter().flatten().count() >= 2, "{row:?}");
+            assert!(row.us.iter().any(Option::is_some), "{row:?}");
             assert!(row.us.iter().flatten().all(|us| *us > 0.0), "{row:?}");
         }
     }
