@@ -5,7 +5,7 @@ use crossweft_device::element::Bf16;
 use crossweft_device::extent::Extent;
 use crossweft_device::fifo::{Fifo, Trigger, TriggerKind};
 use crossweft_device::gpu::block::GpuBlock;
-use crossweft_device::gpu::nvptx::{block_x, block_y, blocks_x, thread, threads, time_ns};
+use crossweft_device::gpu::machine::{block_x, block_y, blocks_x, thread, threads, time_ns};
 use crossweft_device::gpu::reduce::{Sum, reduce_pair};
 use crossweft_device::gpu::wide::PIECE;
 use crossweft_device::gpu::{GpuContext, GpuReducer, OneShotLaunch};
@@ -49,7 +49,7 @@ const fn site(kind: WaitKind, peer: u32) -> Site {
 /// # Safety
 /// As for [`channel::copy`].
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_copy(dst: u64, src: u64, bytes: u64) {
+pub unsafe extern "gpu-kernel" fn crossweft_copy(dst: u64, src: u64, bytes: u64) {
     let part = share(bytes);
     // SAFETY: the caller's promise.
     unsafe {
@@ -63,7 +63,7 @@ pub unsafe extern "ptx-kernel" fn crossweft_copy(dst: u64, src: u64, bytes: u64)
 /// # Safety
 /// As for [`reduce_pair`].
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_add_bf16(dst: u64, a: u64, b: u64, elements: u64) {
+pub unsafe extern "gpu-kernel" fn crossweft_add_bf16(dst: u64, a: u64, b: u64, elements: u64) {
     let part = share(elements * size_of::<Bf16>() as u64);
     // SAFETY: the caller's promise.
     unsafe {
@@ -80,7 +80,7 @@ pub unsafe extern "ptx-kernel" fn crossweft_add_bf16(dst: u64, a: u64, b: u64, e
 /// Every launch's addresses must be valid, and all ranks call it as often, with the same size and
 /// grid.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_exchange_packets_bf16(launches: *const OneShotLaunch) {
+pub unsafe extern "gpu-kernel" fn crossweft_exchange_packets_bf16(launches: *const OneShotLaunch) {
     // SAFETY: the caller's promise.
     unsafe {
         let launch = launches.add(block_y() as usize);
@@ -137,7 +137,7 @@ pub unsafe extern "ptx-kernel" fn crossweft_exchange_packets_bf16(launches: *con
 /// # Safety
 /// All addresses must be valid.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_ping_pong(
+pub unsafe extern "gpu-kernel" fn crossweft_ping_pong(
     semaphores: *const Semaphore,
     first_side: u32,
     rounds: u32,
@@ -177,7 +177,7 @@ pub unsafe extern "ptx-kernel" fn crossweft_ping_pong(
 /// # Safety
 /// All addresses must be valid, and the packets zero.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_packet_echo(
+pub unsafe extern "gpu-kernel" fn crossweft_packet_echo(
     packets: u64,
     first_side: u32,
     rounds: u32,
@@ -220,7 +220,7 @@ pub unsafe extern "ptx-kernel" fn crossweft_packet_echo(
 /// # Safety
 /// All addresses must be valid.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_fifo_push(
+pub unsafe extern "gpu-kernel" fn crossweft_fifo_push(
     fifo: *const Fifo,
     count: u32,
     out: *mut u64,
@@ -269,7 +269,7 @@ pub unsafe extern "ptx-kernel" fn crossweft_fifo_push(
 /// # Safety
 /// All addresses must be valid.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_grid_barrier(
+pub unsafe extern "gpu-kernel" fn crossweft_grid_barrier(
     counter: u64,
     rounds: u32,
     out: *mut u64,
@@ -315,7 +315,7 @@ const fn pattern(seed: u64, i: u64) -> u64 {
 /// # Safety
 /// All addresses must be valid.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_pattern_write(
+pub unsafe extern "gpu-kernel" fn crossweft_pattern_write(
     memory: u64,
     words: u64,
     seed: u64,
@@ -344,7 +344,7 @@ pub unsafe extern "ptx-kernel" fn crossweft_pattern_write(
 /// # Safety
 /// All addresses must be valid.
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_pattern_check(
+pub unsafe extern "gpu-kernel" fn crossweft_pattern_check(
     memory: u64,
     words: u64,
     seed: u64,
@@ -385,7 +385,7 @@ pub unsafe extern "ptx-kernel" fn crossweft_pattern_check(
 /// # Safety
 /// As for [`custom::exchange_add`].
 #[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn crossweft_exchange_add(
+pub unsafe extern "gpu-kernel" fn crossweft_exchange_add(
     channels: *const MemoryChannel,
     launch: custom::ExchangeAdd,
     rank: u32,

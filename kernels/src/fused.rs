@@ -4,7 +4,7 @@ use core::mem::offset_of;
 
 use crossweft_device::gpu::block::GpuBlock;
 use crossweft_device::gpu::fused::{Tables, one_shot, one_shot_lines, two_shot};
-use crossweft_device::gpu::nvptx::block_x;
+use crossweft_device::gpu::machine::block_x;
 use crossweft_device::gpu::{OneShot, TwoShot};
 use crossweft_device::{Memory, Raw};
 
@@ -38,8 +38,9 @@ impl<F: Fn(u64) -> u64> Tables for Parameter<F> {
 
 /// A function that reads a word of the parameter of `$entry` at a byte offset. Indexed as it is: the compiler
 /// would copy it to local memory for that.
+#[cfg(target_arch = "nvptx64")]
 macro_rules! word_of {
-    ($entry:ident) => {
+    ($entry:ident, $launch:ident) => {
         |offset: u64| {
             let word: u64;
             core::arch::asm!(
@@ -58,6 +59,19 @@ macro_rules! word_of {
     };
 }
 
+/// The same where parameters lie in memory.
+#[cfg(target_arch = "amdgpu")]
+macro_rules! word_of {
+    ($entry:ident, $launch:ident) => {
+        |offset: u64| {
+            (&raw const $launch)
+                .byte_add(offset as usize)
+                .cast::<u64>()
+                .read()
+        }
+    };
+}
+
 /// An entry: a thread block for each of the plan's, whose launch is a `$launch` and finds the ranks of its
 /// sources at `$peer`.
 macro_rules! entry {
@@ -68,12 +82,12 @@ macro_rules! entry {
         #[doc = concat!("As for [`", stringify!($run), "`].")]
         #[cfg(module = $module)]
         #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $entry(launch: $launch) {
+        pub unsafe extern "gpu-kernel" fn $entry(launch: $launch) {
             // SAFETY: the caller's promise; what is read lies in the parameter, and `run` has a barrier
             // before it waits. The record in the host's memory says what went wrong.
             unsafe {
                 let tables = Parameter {
-                    word: word_of!($entry),
+                    word: word_of!($entry, launch),
                     target: offset_of!($launch, target),
                     source: offset_of!($launch, source),
                     peer: $peer,

@@ -4,7 +4,7 @@ use crossweft_device::Memory;
 use crossweft_device::Raw;
 use crossweft_device::executor::{Execution, STOPPED_EPOCH, Start};
 use crossweft_device::gpu::block::GpuBlock;
-use crossweft_device::gpu::nvptx::{barrier_max, block_x, block_y, thread, threads};
+use crossweft_device::gpu::machine::{barrier_max, block_x, block_y, thread, threads};
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::gpu::{GpuReducer, PlanLaunch};
 use crossweft_device::program::Program;
@@ -113,7 +113,7 @@ macro_rules! plan {
         /// As for [`run_block`](crossweft_device::executor::run_block), for every row of the grid.
         #[cfg(module = $module)]
         #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $entry(plan: PlanLaunch, plans: *const PlanLaunch) {
+        pub unsafe extern "gpu-kernel" fn $entry(plan: PlanLaunch, plans: *const PlanLaunch) {
             // SAFETY: the caller's promise.
             unsafe { run::<$element>(plan, plans) }
         }

@@ -2,7 +2,7 @@
 
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
 use crossweft_device::gpu::Scale;
-use crossweft_device::gpu::nvptx::{block_x, blocks_x, thread, threads};
+use crossweft_device::gpu::machine::{block_x, blocks_x, thread, threads};
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::gpu::scale::scale;
 
@@ -37,7 +37,7 @@ macro_rules! scale {
         /// # Safety
         /// As for [`scale`].
         #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $entry(launch: Scale) {
+        pub unsafe extern "gpu-kernel" fn $entry(launch: Scale) {
             // SAFETY: the caller's promise.
             unsafe { run::<$element>(launch) }
         }

@@ -1,27 +1,24 @@
 //! Memory that the threads of a block share.
 
+#[cfg(target_arch = "nvptx64")]
 use core::arch::{asm, global_asm};
 
 use crossweft_device::executor::{STOPPED_EPOCH, Start};
 use crossweft_device::gpu::block::{BlockState, Shared};
+#[cfg(target_arch = "amdgpu")]
+use crossweft_device::gpu::machine;
 use crossweft_device::gpu::{PlanLaunch, TABLE_BYTES};
 use crossweft_device::{Memory, Raw};
 
-global_asm!(
-    ".shared .align 16 .b8 crossweft_table[{table}];",
-    ".shared .align 16 .b8 crossweft_plan[{plan}];",
-    ".shared .align 16 .b8 crossweft_start[{start}];",
-    ".shared .align 16 .b8 crossweft_stage[{stage}];",
-    ".shared .align 16 .b8 crossweft_state[{state}];",
-    table = const TABLE_BYTES,
-    state = const size_of::<BlockState>(),
-    plan = const size_of::<PlanLaunch>(),
-    start = const size_of::<Start>(),
-    stage = const STAGE_BYTES,
-);
+/// Areas with names, whose addresses are asked for.
+#[cfg(target_arch = "nvptx64")]
+macro_rules! areas {
+    ($($(#[$doc:meta])* $name:ident, $symbol:literal, $bytes:expr;)*) => { $(
+        global_asm!(
+            concat!(".shared .align 16 .b8 ", $symbol, "[{bytes}];"),
+            bytes = const $bytes,
+        );
 
-macro_rules! addresses {
-    ($($(#[$doc:meta])* $name:ident, $symbol:literal;)*) => { $(
         $(#[$doc])*
         #[inline(always)]
         pub(crate) fn $name() -> u64 {
@@ -43,20 +40,48 @@ macro_rules! addresses {
     )* };
 }
 
-addresses! {
-    /// A reduction's operands: [`TABLE_BYTES`] bytes.
-    table, "crossweft_table";
+/// One area after the other in the memory that a launch asks for, behind what barriers use.
+#[cfg(target_arch = "amdgpu")]
+macro_rules! areas {
+    ($($(#[$doc:meta])* $name:ident, $symbol:literal, $bytes:expr;)*) => {
+        #[repr(C)]
+        struct Areas {
+            barrier: Area<{ machine::BARRIER_BYTES }>,
+            $($name: Area<{ $bytes }>,)*
+        }
+
+        /// Bytes of shared memory that a launch must ask for.
+        #[unsafe(no_mangle)]
+        pub static CROSSWEFT_SHARED_BYTES: u32 = size_of::<Areas>() as u32;
+
+        $(
+            $(#[$doc])*
+            #[inline(always)]
+            pub(crate) fn $name() -> u64 {
+                machine::shared() + core::mem::offset_of!(Areas, $name) as u64
+            }
+        )*
+    };
+}
+
+#[cfg(target_arch = "amdgpu")]
+#[repr(C, align(16))]
+struct Area<const BYTES: usize>([u8; BYTES]);
+
+areas! {
+    /// A reduction's operands.
+    table, "crossweft_table", TABLE_BYTES;
     /// A [`PlanLaunch`].
     #[cfg_attr(module = "bench", allow(dead_code))]
-    plan, "crossweft_plan";
+    plan, "crossweft_plan", size_of::<PlanLaunch>();
     /// A [`Start`].
     #[cfg_attr(module = "bench", allow(dead_code))]
-    start, "crossweft_start";
-    /// A block's part of a plan's tables: [`STAGE_BYTES`] bytes.
+    start, "crossweft_start", size_of::<Start>();
+    /// A block's part of a plan's tables.
     #[cfg_attr(module = "bench", allow(dead_code))]
-    stage, "crossweft_stage";
+    stage, "crossweft_stage", STAGE_BYTES;
     /// A [`BlockState`].
-    state, "crossweft_state";
+    state, "crossweft_state", size_of::<BlockState>();
 }
 
 /// Enough for some ten operations between eight ranks.

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crossweft_kernels::{MAX_THREADS, MODULES, Module};
 
+use crate::amd;
 use crate::cuda::{self, root};
 
 /// The lowest PTX version that has what the kernels use; driver 520 and later read it.
@@ -84,6 +85,7 @@ pub(crate) fn check() -> Result<(), String> {
             }
         }
     }
+    problems.extend(amd::check()?);
     if problems.is_empty() {
         eprintln!("xtask: {} modules of PTX: ok", MODULES.len());
         Ok(())
@@ -101,15 +103,17 @@ fn path(module: &Module) -> PathBuf {
 }
 
 /// A compiler that can make PTX.
-struct Compiler {
-    rustc: PathBuf,
+pub(crate) struct Compiler {
+    pub(crate) rustc: PathBuf,
     version: String,
+    /// The major version of its LLVM.
+    pub(crate) llvm: String,
 }
 
 impl Compiler {
     /// `$CROSSWEFT_PTX_RUSTC`, the one in `PATH`, or the system's: the first that has libcore's
     /// source.
-    fn find() -> Result<Option<Self>, String> {
+    pub(crate) fn find() -> Result<Option<Self>, String> {
         let chosen = env::var_os("CROSSWEFT_PTX_RUSTC").map(PathBuf::from);
         let candidates = match &chosen {
             Some(rustc) => vec![rustc.clone()],
@@ -135,8 +139,14 @@ impl Compiler {
                 found.unwrap_or("unknown").trim().to_owned()
             };
             let (release, commit) = (line("release:"), line("commit-hash:"));
-            let version = format!("rustc {release} ({commit}), LLVM {}", line("LLVM version:"));
-            return Ok(Some(Self { rustc, version }));
+            let llvm = line("LLVM version:");
+            let version = format!("rustc {release} ({commit}), LLVM {llvm}");
+            let llvm = llvm.split('.').next().unwrap_or_default().to_owned();
+            return Ok(Some(Self {
+                rustc,
+                version,
+                llvm,
+            }));
         }
         match chosen {
             Some(rustc) => Err(format!(
@@ -159,11 +169,25 @@ impl Compiler {
     }
 
     fn compile(&self, module: &Module) -> Result<String, String> {
+        let target = Target {
+            triple: "nvptx64-nvidia-cuda",
+            flags: format!(
+                "-Ctarget-cpu=sm_{} -Ctarget-feature=+{PTX_VERSION}",
+                module.sm
+            ),
+            emit: "asm",
+        };
+        let text = self.emit(module, &target)?;
+        panics(&text).map_err(|problem| format!("xtask: {}: {problem}", module.name))?;
+        Ok(self.header(module) + &finish(&text))
+    }
+
+    /// What the compiler makes of a module for another machine.
+    pub(crate) fn emit(&self, module: &Module, for_: &Target) -> Result<String, String> {
         let target = root().join("target/kernels");
-        let raw = target.join(format!("{}.sm_{}.s", module.name, module.sm));
+        let raw = target.join(format!("{}.{}.{}", module.name, for_.triple, for_.emit));
         let flags = [
-            format!("-Ctarget-cpu=sm_{}", module.sm),
-            format!("-Ctarget-feature=+{PTX_VERSION}"),
+            for_.flags.clone(),
             "-Zunstable-options".to_owned(),
             "-Cpanic=immediate-abort".to_owned(),
             // What is read by name from the sources of another folder is the same text.
@@ -179,9 +203,9 @@ impl Compiler {
                 "--locked",
                 "-Zbuild-std=core",
             ])
-            .args(["--target", "nvptx64-nvidia-cuda", "--"])
+            .args(["--target", for_.triple, "--"])
             .args(["--cfg", &format!("module=\"{}\"", module.name)])
-            .arg(format!("--emit=asm={}", raw.display()))
+            .arg(format!("--emit={}={}", for_.emit, raw.display()))
             .args(FLAGS)
             .env("RUSTC", &self.rustc)
             .env("RUSTC_BOOTSTRAP", "1")
@@ -196,11 +220,17 @@ impl Compiler {
             let errors = String::from_utf8_lossy(&output.stderr);
             return Err(format!("xtask: {}: {errors}", module.name));
         }
-        let text =
-            fs::read_to_string(&raw).map_err(|e| format!("xtask: {}: {e}", raw.display()))?;
-        panics(&text).map_err(|problem| format!("xtask: {}: {problem}", module.name))?;
-        Ok(self.header(module) + &finish(&text))
+        fs::read_to_string(&raw).map_err(|e| format!("xtask: {}: {e}", raw.display()))
     }
+}
+
+/// Another machine.
+pub(crate) struct Target {
+    pub(crate) triple: &'static str,
+    /// Which of its kind.
+    pub(crate) flags: String,
+    /// What to write, as for `--emit`.
+    pub(crate) emit: &'static str,
 }
 
 /// Places that end a kernel when a number of a prepared program is 0 and is divided by: the size of

@@ -1,6 +1,7 @@
 //! Project chores that cargo lacks: `cargo xtask test`, `cargo xtask lint`, `cargo xtask ci`.
 #![forbid(unsafe_code)]
 
+mod amd;
 mod conformance;
 mod cuda;
 mod gpu;
@@ -25,7 +26,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   conformance DIR
           check and run every plan file below DIR
   kernels [--check]
-          compile the GPU kernels to PTX; or check the PTX that is committed
+          compile the GPU kernels to PTX; or check the PTX that is committed, and what the sources
+          give for AMD's gfx942
   gpu [--here]
           bundle the GPU suite for a machine without Rust, in target/gpu-bundle; or run it here too
   header  compile the CUDA C++ header with its tests and examples, by nvcc and NVRTC

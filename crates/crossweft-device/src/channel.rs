@@ -142,12 +142,12 @@ impl MemoryChannel {
 /// As for [`Memory::copy`].
 #[inline(always)]
 pub unsafe fn copy<B: Block>(block: &B, dst: u64, src: u64, bytes: u64) {
-    #[cfg(target_arch = "nvptx64")]
+    #[cfg(any(target_arch = "nvptx64", target_arch = "amdgpu"))]
     // SAFETY: the caller's promise.
     unsafe {
         crate::gpu::copy::copy(block, dst, src, bytes)
     }
-    #[cfg(not(target_arch = "nvptx64"))]
+    #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
     {
         let share = crate::extent::Extent {
             begin: 0,

@@ -15,6 +15,23 @@
 //! ways ranks synchronise).
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(asm_experimental_arch))]
+#![cfg_attr(
+    target_arch = "amdgpu",
+    feature(
+        abi_unadjusted,
+        core_intrinsics,
+        gpu_intrinsics,
+        link_llvm_intrinsics,
+        stdarch_amdgpu
+    )
+)]
+#![cfg_attr(
+    target_arch = "amdgpu",
+    allow(
+        internal_features,
+        reason = "there is no other way to a wave's registers"
+    )
+)]
 #![deny(missing_docs)]
 #![warn(
     clippy::indexing_slicing,

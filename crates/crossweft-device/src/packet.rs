@@ -13,7 +13,7 @@
     reason = "a packet word is taken apart into its halves, and a half into bytes"
 )]
 #![cfg_attr(
-    target_arch = "nvptx64",
+    any(target_arch = "nvptx64", target_arch = "amdgpu"),
     allow(
         dead_code,
         reason = "threads of a block share packets out in another way"
@@ -25,7 +25,7 @@ use crate::memory::Memory;
 use crate::wait::{Site, Stopped, wait_for};
 
 // Two words in one access, shared out among the threads of a block.
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", target_arch = "amdgpu"))]
 pub use crate::gpu::packets::{copy_from_packets, copy_to_packets, forward_packets};
 
 /// Payload bytes of a packet word.
@@ -40,11 +40,11 @@ const PAIR_PAYLOAD: u64 = 2 * PAYLOAD;
 /// Bytes of packets whose cache lines a CPU asks for at once: they then cross between cores side by
 /// side, and not one after the other as the loop comes to them. A receiver asks when the first
 /// packet is there, since a line that is read too early is taken from the sender before it is full.
-#[cfg(not(target_arch = "nvptx64"))]
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 const AHEAD: u64 = 16 * 64;
 
 /// The part of `words` packet words that is worth asking for, in bytes.
-#[cfg(not(target_arch = "nvptx64"))]
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 #[inline(always)]
 const fn ahead(words: u64) -> u64 {
     let bytes = words * WORD;
@@ -191,7 +191,7 @@ const fn pairs(packets: u64, words: u64) -> u64 {
 /// # Safety
 /// `src` must be valid for `bytes`, `packets` for twice that, rounded up to whole words, and 8-byte
 /// aligned; nobody may write the source meanwhile.
-#[cfg(not(target_arch = "nvptx64"))]
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 #[inline(always)]
 pub unsafe fn copy_to_packets<B: Block>(block: &B, packets: u64, src: u64, bytes: u64, flag: u32) {
     let memory = block.memory();
@@ -241,7 +241,7 @@ pub unsafe fn copy_to_packets<B: Block>(block: &B, packets: u64, src: u64, bytes
 /// # Safety
 /// `dst` must be valid for `bytes`, `packets` for twice that, rounded up to whole words, and 8-byte
 /// aligned; nobody may access the destination meanwhile.
-#[cfg(not(target_arch = "nvptx64"))]
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 #[inline(always)]
 pub unsafe fn copy_from_packets<B: Block>(
     block: &B,
@@ -296,7 +296,7 @@ pub unsafe fn copy_from_packets<B: Block>(
 ///
 /// # Safety
 /// Both addresses must be valid for twice `bytes`, rounded up to whole words, and 8-byte aligned.
-#[cfg(not(target_arch = "nvptx64"))]
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 #[inline(always)]
 pub unsafe fn forward_packets<B: Block>(
     block: &B,

@@ -2,7 +2,9 @@
 
 use core::marker::PhantomData;
 
-use super::nvptx::{barrier_max, block_x, claim, opaque, thread, threads, time_ns, vote_any};
+use super::machine::{
+    barrier_max, block_x, claim, opaque, ready, thread, threads, time_ns, vote_any,
+};
 use super::{GpuContext, StatusRecord};
 use crate::block::Block;
 use crate::memory::{Memory, Raw};
@@ -72,7 +74,10 @@ impl<S: Shared> GpuBlock<S> {
                 reserved: 0,
             };
             // SAFETY: the caller's promise; nobody else uses it before a barrier.
-            unsafe { S::state().write(state) };
+            unsafe {
+                S::state().write(state);
+                ready();
+            }
         }
         Self(PhantomData)
     }

@@ -14,10 +14,17 @@ pub mod reduce;
 pub mod scale;
 pub mod wide;
 
-#[cfg(target_arch = "nvptx64")]
+#[cfg(target_arch = "amdgpu")]
+pub mod amdgpu;
+#[cfg(any(target_arch = "nvptx64", target_arch = "amdgpu"))]
 pub mod block;
 #[cfg(target_arch = "nvptx64")]
 pub mod nvptx;
+
+#[cfg(target_arch = "amdgpu")]
+pub use amdgpu as machine;
+#[cfg(target_arch = "nvptx64")]
+pub use nvptx as machine;
 
 pub use launch::{
     GpuContext, MAX_FUSED, OneShot, OneShotLaunch, PlanLaunch, Scale, StatusRecord, TwoShot,

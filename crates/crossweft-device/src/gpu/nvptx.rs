@@ -250,6 +250,13 @@ pub fn time_ns() -> u64 {
     now
 }
 
+/// Makes barriers ready, which needs nothing here.
+///
+/// # Safety
+/// None; on other machines, it writes.
+#[inline(always)]
+pub unsafe fn ready() {}
+
 /// Block barrier that agrees on the largest of four numbers, where 0 is all but always everybody's.
 ///
 /// One function, never inlined: the compiler may double code, and the threads of a warp must not meet at
