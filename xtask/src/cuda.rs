@@ -6,6 +6,8 @@ use std::process::{Command, Output};
 
 /// The wheel that has `ptxas`. Its version is that of the oldest driver the project is run with.
 pub(crate) const PTXAS: &[&str] = &["nvidia-cuda-nvcc==13.0.88"];
+/// The wheel that has `nvdisasm`.
+pub(crate) const DISASSEMBLER: &[&str] = &["nvidia-cuda-nvdisasm==13.2.51"];
 /// Those that compile CUDA C++, with nvcc (which also needs the system's C++ compiler) and NVRTC.
 pub(crate) const COMPILERS: &[&str] = &[
     "nvidia-cuda-nvcc==13.0.88",

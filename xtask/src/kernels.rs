@@ -18,6 +18,7 @@ use crossweft_kernels::{MAX_THREADS, MODULES, Module};
 
 use crate::amd;
 use crate::cuda::{self, root};
+use crate::sass;
 
 /// The lowest PTX version that has what the kernels use; driver 520 and later read it.
 const PTX_VERSION: &str = "ptx78";
@@ -63,7 +64,11 @@ pub(crate) fn check() -> Result<(), String> {
         problems.extend(lint(module.ptx, module.entries).into_iter().map(names));
     }
     let ptxas = find_ptxas()?;
-    problems.extend(assemble_all(&ptxas)?);
+    let assembled = assemble_all(&ptxas)?;
+    if assembled.is_empty() {
+        problems.extend(sass::check()?);
+    }
+    problems.extend(assembled);
     match Compiler::find()? {
         None => eprintln!("xtask: no compiler for PTX: not rebuilt"),
         Some(compiler) => {
@@ -91,6 +96,15 @@ pub(crate) fn check() -> Result<(), String> {
         Ok(())
     } else {
         Err(format!("xtask: kernels:\n  {}", problems.join("\n  ")))
+    }
+}
+
+/// Assembles the committed modules, and writes what the machine code of each kernel has.
+pub(crate) fn table() -> Result<(), String> {
+    let problems = assemble_all(&find_ptxas()?)?;
+    match problems.is_empty() {
+        true => sass::write(),
+        false => Err(format!("xtask: kernels:\n  {}", problems.join("\n  "))),
     }
 }
 

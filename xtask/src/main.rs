@@ -8,6 +8,7 @@ mod gpu;
 mod header;
 mod kernels;
 mod python;
+mod sass;
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -25,9 +26,9 @@ const USAGE: &str = "usage: cargo xtask COMMAND
           the options are those of `crossweft matrix`
   conformance DIR
           check and run every plan file below DIR
-  kernels [--check]
+  kernels [--check | --sass]
           compile the GPU kernels to PTX; or check the PTX that is committed, and what the sources
-          give for AMD's gfx942
+          give for AMD's gfx942; or count the instructions of their machine code, for docs/results
   gpu [--here]
           bundle the GPU suite for a machine without Rust, in target/gpu-bundle; or run it here too
   header  compile the CUDA C++ header with its tests and examples, by nvcc and NVRTC
@@ -43,6 +44,7 @@ fn main() -> ExitCode {
         ["lint"] => lint(),
         ["kernels"] => kernels::build(),
         ["kernels", "--check"] => kernels::check(),
+        ["kernels", "--sass"] => kernels::table(),
         ["gpu"] => gpu::bundle(false),
         ["gpu", "--here"] => gpu::bundle(true),
         ["header"] => header::check(),
