@@ -44,6 +44,9 @@ pub(crate) struct Explain {
     /// One buffer for input and output.
     #[arg(long)]
     in_place: bool,
+    /// Sums in rank order, whatever the size, as with CROSSWEFT_DETERMINISTIC=1.
+    #[arg(long)]
+    deterministic: bool,
     /// A plan to choose from beside the built-in algorithms, of crossweft or of MSCCL++; may be repeated.
     #[arg(long, value_name = "FILE")]
     plan: Vec<PathBuf>,
@@ -98,6 +101,7 @@ fn explain(options: &Explain) -> Result<Explanation, String> {
         in_place: Some(in_place),
         device: kind(device, ranks),
         max_bytes: message,
+        deterministic: options.deterministic || selection.is_deterministic(),
     };
     Ok(Explanation::new(&request, message, &selection))
 }

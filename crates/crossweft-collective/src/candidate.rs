@@ -63,9 +63,17 @@ pub struct Request {
     pub device: DeviceKind,
     /// Largest message in bytes.
     pub max_bytes: u64,
+    /// Whether sums must be the same whatever the size and the choice: in rank order, rounded once.
+    pub deterministic: bool,
 }
 
 impl Request {
+    /// Whether it matters in which order elements are reduced.
+    fn has_order(&self) -> bool {
+        let depends = matches!(self.op, ReduceOp::Sum | ReduceOp::Prod | ReduceOp::Avg);
+        self.collective.reduces() && self.dtype.is_float() && depends
+    }
+
     /// Whether calls are in place for certain, or never; `None` if both may be.
     pub(crate) fn certainly_in_place(&self) -> Option<bool> {
         match self.place {
@@ -212,9 +220,21 @@ impl Candidate {
         }
     }
 
+    /// Whether each element is reduced at once, in rank order, as far as is known.
+    pub(crate) const fn is_in_rank_order(&self) -> bool {
+        match self {
+            // A switch has its own order, and a ring rounds at every rank.
+            Self::BuiltIn(algorithm) => !matches!(algorithm, Algorithm::Ring | Algorithm::Switch),
+            Self::Plan(_) => false,
+        }
+    }
+
     /// Why it cannot be chosen, if it cannot, whatever the size.
     #[must_use]
     pub fn refusal(&self, request: &Request) -> Option<Refusal> {
+        if request.deterministic && request.has_order() && !self.is_in_rank_order() {
+            return Some(Refusal::NotInRankOrder);
+        }
         match self {
             Self::Plan(plan) => plan.constraints.refusal(request),
             Self::BuiltIn(algorithm)
@@ -432,6 +452,8 @@ pub enum Refusal {
     NoMulticast,
     /// In place, blocks would overwrite each other.
     Overwrites,
+    /// Sums must be in rank order, and its are not, or nobody knows.
+    NotInRankOrder,
     /// Calls may be out of place.
     OnlyInPlace,
     /// Calls may be in place.
@@ -487,6 +509,9 @@ impl fmt::Display for Refusal {
                 "multicast is off: without a switch that reduces, others do the same with less",
             ),
             Self::Overwrites => f.write_str("in place, blocks would overwrite each other"),
+            Self::NotInRankOrder => f.write_str(
+                "sums must be in rank order, whatever the size, and its are in an order of its own",
+            ),
             Self::OnlyInPlace => {
                 f.write_str("it only works in place, and calls may be out of place")
             }

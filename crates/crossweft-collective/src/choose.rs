@@ -168,8 +168,12 @@ impl<'a> Contest<'a> {
     fn choice(&self, row: &Row, index: usize, up_to: u64) -> Option<Choice> {
         let entry = self.allowed[index].as_ref()?;
         let us = |index: usize| row.us[index].unwrap_or(f64::INFINITY);
+        let may_win = |other: usize| {
+            let entry = self.allowed[other].as_ref();
+            entry.is_some_and(|entry| entry.most.is_ok()) && us(other).is_finite()
+        };
         let second = (0..row.us.len())
-            .filter(|other| *other != index && us(*other).is_finite())
+            .filter(|other| *other != index && may_win(*other))
             .min_by(|a, b| us(*a).total_cmp(&us(*b)));
         let second = second.map_or_else(String::new, |other| {
             let (name, us) = (self.name(other), us(other));

@@ -9,7 +9,7 @@ use crossweft_hal as hal;
 use crossweft_plan::Collective;
 
 use crate::algorithm::Algorithm;
-use crate::candidate::{DeviceKind, Request};
+use crate::candidate::{Candidate, DeviceKind, Refusal, Request};
 use crate::communicator::{Communicator, SymmetricBuffer};
 use crate::error::CollectiveError;
 use crate::explain::Explanation;
@@ -54,6 +54,9 @@ pub struct CollectiveOptions {
     pub blocks: Option<u32>,
     /// Whether all calls will be in place, or none: some plans of the user's can only be chosen where that is known.
     pub in_place: Option<bool>,
+    /// Whether sums must have the same bits whatever the size and the choice: see
+    /// [`deterministic`](Self::deterministic).
+    pub deterministic: bool,
     /// In which order thread blocks run.
     pub schedule: Schedule,
 }
@@ -80,6 +83,7 @@ impl CollectiveOptions {
             algorithm: None,
             blocks: None,
             in_place: None,
+            deterministic: false,
             schedule: Schedule::default(),
         }
     }
@@ -106,6 +110,16 @@ impl CollectiveOptions {
     #[must_use]
     pub fn in_place(mut self, in_place: bool) -> Self {
         self.in_place = Some(in_place);
+        self
+    }
+
+    /// Reduces every element at once, in rank order, rounded once to its type, whatever the size and whatever was
+    /// measured: the same inputs give the same bits on every machine and in messages of every size. Results are the
+    /// same on all ranks, and from call to call, without it too. Also for all of a communicator where
+    /// [`CROSSWEFT_DETERMINISTIC`](crate::DETERMINISTIC_VARIABLE) is 1.
+    #[must_use]
+    pub fn deterministic(mut self) -> Self {
+        self.deterministic = true;
         self
     }
 
@@ -167,6 +181,7 @@ impl Request {
             in_place: options.in_place,
             device: DeviceKind::from(communicator.device()),
             max_bytes: options.max_bytes,
+            deterministic: options.deterministic || communicator.selection().is_deterministic(),
         }
     }
 }
@@ -219,7 +234,16 @@ impl PreparedCollective {
             Some(algorithm) if algorithm.needs_registered() && request.place == Place::Private => {
                 return Err(CollectiveError::NeedsSymmetric { algorithm });
             }
-            Some(algorithm) => Selector::forced(algorithm, collective, world_size, max_bytes),
+            Some(algorithm) => {
+                let candidate = Candidate::from(algorithm);
+                if candidate.refusal(&request) == Some(Refusal::NotInRankOrder) {
+                    return Err(CollectiveError::Usage {
+                        rank: communicator.rank(),
+                        reason: format!("{algorithm}: {}", Refusal::NotInRankOrder),
+                    });
+                }
+                Selector::forced(algorithm, collective, world_size, max_bytes)
+            }
             None => selection.select(&request),
         };
         if let Some(blocks) = options.blocks {

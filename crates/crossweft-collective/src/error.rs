@@ -59,6 +59,17 @@ pub enum CollectiveError {
         /// The rank that has not.
         has_not: u32,
     },
+    /// One rank is to sum in rank order and another is not.
+    #[error(
+        "rank {rank} {} to sum in rank order, rank 0 {}; give every rank the same CROSSWEFT_DETERMINISTIC",
+        if *value { "is" } else { "is not" }, if *value { "is not" } else { "is" }
+    )]
+    DeterminismDiffers {
+        /// That rank, compared with rank 0.
+        rank: u32,
+        /// Whether it is.
+        value: bool,
+    },
     /// A tuning table cannot be written.
     #[error("the tuning table cannot be written into {}: {source}; set CROSSWEFT_CACHE_DIR", folder.display())]
     Store {

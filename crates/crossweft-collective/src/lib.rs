@@ -48,7 +48,7 @@ pub use explain::{Explained, Explanation, Verdict};
 pub use fingerprint::Fingerprint;
 pub use registry::{PLANS_VARIABLE, Registry, RegistryError};
 pub use rms_norm::{AllReduceRmsNorm, GROUP, Quantised, RmsNormCall, RmsNormOptions, Scales};
-pub use selection::{Selection, TUNING_VARIABLE};
+pub use selection::{DETERMINISTIC_VARIABLE, Selection, TUNING_VARIABLE};
 pub use selector::{Choice, Place, Selector};
 pub use table::{Measured, Measurements, Row, TableError, TuningTable};
 pub use threads::{run_in_threads, run_in_threads_on, run_plan_in_threads};

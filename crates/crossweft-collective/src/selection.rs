@@ -23,6 +23,10 @@ use crate::table::TuningTable;
 /// The variable that turns tuning tables off where it is `off`.
 pub const TUNING_VARIABLE: &str = "CROSSWEFT_TUNING";
 
+/// The variable that has all sums in rank order where it is `1`:
+/// [`CollectiveOptions::deterministic`](crate::CollectiveOptions::deterministic).
+pub const DETERMINISTIC_VARIABLE: &str = "CROSSWEFT_DETERMINISTIC";
+
 /// What choices are made by: the registered plans, and the tuning table of this hardware, if there is one.
 #[derive(Clone, Debug)]
 pub struct Selection {
@@ -34,6 +38,7 @@ pub struct Selection {
     warnings: Vec<String>,
     fingerprint: Fingerprint,
     world_size: u32,
+    is_deterministic: bool,
 }
 
 impl Selection {
@@ -67,6 +72,7 @@ impl Selection {
             warnings: Vec::new(),
             fingerprint,
             world_size,
+            is_deterministic: variable(DETERMINISTIC_VARIABLE).is_some_and(|value| value == "1"),
         };
         if variable(TUNING_VARIABLE).is_some_and(|value| value == "off") {
             selection.source = format!("the shipped rule ({TUNING_VARIABLE}=off)");
@@ -86,6 +92,7 @@ impl Selection {
             warnings: Vec::new(),
             fingerprint,
             world_size,
+            is_deterministic: false,
         }
     }
 
@@ -160,6 +167,12 @@ impl Selection {
         self.world_size
     }
 
+    /// Whether all sums are to be in rank order.
+    #[must_use]
+    pub fn is_deterministic(&self) -> bool {
+        self.is_deterministic
+    }
+
     /// Takes the table of new measurements instead of what was there.
     pub(crate) fn tuned(&mut self, table: TuningTable, path: Option<&Path>) {
         self.source = match path {
@@ -202,12 +215,18 @@ impl Selection {
     ) -> Result<(), CollectiveError> {
         let device = DeviceKind::from(endpoint.device());
         let keys = self.keys();
-        let digest = digest(&(self.plans(), &keys, self.bands(&keys, device)));
+        let bands = self.bands(&keys, device);
+        let digest = digest(&(self.plans(), &keys, bands, self.is_deterministic));
         let all: Vec<String> = endpoint.exchange(&digest, AGREEING, deadline)?;
         if all.iter().all(|theirs| *theirs == all[0]) {
             return Ok(());
         }
         // Everybody has seen that, and comes here.
+        let all: Vec<bool> = endpoint.exchange(&self.is_deterministic, AGREEING, deadline)?;
+        if let Some(rank) = all.iter().position(|theirs| *theirs != all[0]) {
+            let (rank, value) = (rank as u32, all[rank]);
+            return Err(CollectiveError::DeterminismDiffers { rank, value });
+        }
         let plans: Vec<BTreeMap<String, String>> =
             endpoint.exchange(&self.plans(), AGREEING, deadline)?;
         if let Some(error) = plans_differ(&plans) {

@@ -203,6 +203,7 @@ pub(crate) fn request(
         in_place: None,
         device,
         max_bytes: 1 << 40,
+        deterministic: false,
     })
 }
 

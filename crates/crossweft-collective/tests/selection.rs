@@ -9,9 +9,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use crossweft_collective::{
-    Algorithm, Collective, CollectiveError, CollectiveOptions, Communicator, CommunicatorOptions,
-    DataType, DeviceKind, Explanation, Fingerprint, Place, ReduceOp, Registry, RegistryError,
-    Request, Selection, TableError, TuneOptions, TuningTable, Verdict, run_in_threads, tune,
+    Algorithm, Candidate, Collective, CollectiveError, CollectiveOptions, Communicator,
+    CommunicatorOptions, DataType, DeviceKind, Explanation, Fingerprint, Place, ReduceOp, Refusal,
+    Registry, RegistryError, Request, Selection, TableError, TuneOptions, TuningTable, Verdict,
+    run_in_threads, tune,
 };
 use crossweft_hal::cuda::Cache;
 use crossweft_plan::{InPlace, Plan};
@@ -30,6 +31,7 @@ fn request(place: Place) -> Request {
         in_place: None,
         device: DeviceKind::Cpu,
         max_bytes: 1 << 20,
+        deterministic: false,
     }
 }
 
@@ -697,6 +699,131 @@ fn tuning_measures_every_candidate_once_and_a_later_start_none() {
     assert_eq!(loaded.measurements()[0].rows.len(), of_private.rows.len());
     let files = fs::read_dir(folder.path()).unwrap().count();
     assert_eq!(files, 1);
+}
+
+#[test]
+fn sums_in_rank_order_leave_out_what_has_another_order() {
+    let folder = tempfile::tempdir().unwrap();
+    let fingerprint = fingerprint_of_two();
+    let times: [(u64, &[f64]); 2] = [(512, &[0.2, 0.4, 0.3]), (1 << 20, &[500.0, 200.0, 100.0])];
+    write_table(folder.path(), &fingerprint, &built_in(), &times);
+    let mut selection = Selection::decide(fingerprint.clone(), 2, cached(folder.path())).unwrap();
+    selection.registry_mut().register(mine(), "here").unwrap();
+    let free = request(Place::Private);
+    let fixed = Request {
+        deterministic: true,
+        ..free.clone()
+    };
+    let chosen = |request: &Request| selection.select(request).to_string();
+    assert!(chosen(&free).contains("ring"), "{}", chosen(&free));
+    assert!(!chosen(&fixed).contains("ring"), "{}", chosen(&fixed));
+    assert!(chosen(&fixed).contains("one-shot"), "{}", chosen(&fixed));
+    let mine = selection.registry().plans()[0].clone();
+    for (candidate, is_refused) in [
+        (Candidate::from(Algorithm::Ring), true),
+        (Candidate::Plan(mine), true),
+        (Algorithm::OneShot.into(), false),
+        (Algorithm::TwoShotStaged.into(), false),
+    ] {
+        let refusal = |request: &Request| candidate.refusal(request);
+        assert_eq!(
+            refusal(&fixed) == Some(Refusal::NotInRankOrder),
+            is_refused,
+            "{candidate}"
+        );
+        // The order of these makes no difference.
+        for same in [
+            Request {
+                op: ReduceOp::Max,
+                ..fixed.clone()
+            },
+            Request {
+                dtype: DataType::I32,
+                ..fixed.clone()
+            },
+            free.clone(),
+        ] {
+            assert_ne!(refusal(&same), Some(Refusal::NotInRankOrder), "{candidate}");
+        }
+    }
+    // By the environment, for all of a communicator.
+    let variable = |name: &str| (name == "CROSSWEFT_DETERMINISTIC").then(|| "1".into());
+    let set = Selection::decide(fingerprint, 2, variable).unwrap();
+    assert!(set.is_deterministic() && !selection.is_deterministic());
+    let errors = run_in_threads(2, OPTIONS, |communicator| {
+        let options = CollectiveOptions::new(DataType::F32, ReduceOp::Sum, 64);
+        let all_reduce = communicator.all_reduce(options.clone().algorithm(Algorithm::Ring));
+        assert!(all_reduce.is_ok());
+        communicator.select_by(set.clone())?;
+        let ring = communicator.all_reduce(options.algorithm(Algorithm::Ring));
+        let refused = ring.unwrap_err().to_string();
+        // Ranks that differ are told so.
+        let mine = match communicator.rank() {
+            0 => set.clone(),
+            _ => Selection::shipped(fingerprint_of_two(), 2),
+        };
+        let differ = communicator.select_by(mine).unwrap_err().to_string();
+        Ok([refused, differ])
+    })
+    .unwrap();
+    for [refused, differ] in errors {
+        assert!(
+            refused.contains("ring: sums must be in rank order"),
+            "{refused}"
+        );
+        assert!(
+            differ.contains("rank 1 is not to sum in rank order, rank 0 is;"),
+            "{differ}"
+        );
+    }
+}
+
+/// Whatever the algorithm and the size: the bits of a sum in rank order, rounded once.
+#[test]
+fn sums_in_rank_order_are_the_same_bits_by_every_algorithm() {
+    const RANKS: u32 = 3;
+    // Values whose sum depends on the order, and on how often it is rounded.
+    let value = |rank: u32, index: usize| {
+        let bits = (index as u32 * RANKS + rank).wrapping_mul(2_654_435_761);
+        (f64::from(bits) / 2_f64.powi(31) - 1.0) as f32 * 10_f32.powi((bits % 7) as i32 - 3)
+    };
+    let expected =
+        |index: usize| (1..RANKS).fold(value(0, index), |sum, rank| sum + value(rank, index));
+    let reduce_all = Collective::AllReduce;
+    run_in_threads(RANKS, OPTIONS, |communicator| {
+        for algorithm in Algorithm::of(reduce_all).iter().copied() {
+            let candidate = Candidate::from(algorithm);
+            let asked = Request {
+                world_size: RANKS,
+                deterministic: true,
+                ..request(Place::OneSymmetric)
+            };
+            if candidate.refusal(&asked) == Some(Refusal::NotInRankOrder) {
+                continue;
+            }
+            for count in [1, 5, 1000, 70_001] {
+                let bytes = count as u64 * 4;
+                let memory = communicator.allocate(bytes)?;
+                let options = CollectiveOptions::new(DataType::F32, ReduceOp::Sum, bytes)
+                    .symmetric(&memory, &memory)
+                    .algorithm(algorithm)
+                    .deterministic();
+                let call = communicator.all_reduce(options)?;
+                let mine =
+                    (0..count).flat_map(|index| value(communicator.rank(), index).to_le_bytes());
+                memory.write(0, &mine.collect::<Vec<u8>>())?;
+                call.run_symmetric(0, 0, bytes)?;
+                let mut result = vec![0; bytes as usize];
+                memory.read(0, &mut result)?;
+                let expected: Vec<u8> = (0..count)
+                    .flat_map(|index| expected(index).to_le_bytes())
+                    .collect();
+                assert!(result == expected, "{algorithm}, {count} elements");
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]

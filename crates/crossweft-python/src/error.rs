@@ -117,6 +117,9 @@ fn collective(error: &CollectiveError, failure: Option<&Failure>) -> Exception {
         CollectiveError::PlansDiffer { has, .. } => {
             Exception::new("Mismatch", message).number("peer", *has)
         }
+        CollectiveError::DeterminismDiffers { rank, .. } => {
+            Exception::new("Mismatch", message).number("peer", *rank)
+        }
         CollectiveError::Panicked { rank } => {
             Exception::new("Error", message).number("rank", *rank)
         }
