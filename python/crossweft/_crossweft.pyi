@@ -32,6 +32,8 @@ __version__: str
 _Tensor: TypeAlias = Any
 #: ``"f32"``, ``"bfloat16"``, ``torch.float16``, ``numpy.dtype("int32")``, ...
 _DType: TypeAlias = Any
+#: A sequence of integers, or a host tensor of 64-bit ones, which is looked at when the call begins.
+_Counts: TypeAlias = Any
 _Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
 _Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 _T = TypeVar("_T")
@@ -429,11 +431,11 @@ class Communicator:
         self,
         input: _Tensor,
         output: _T,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
+        send_counts: _Counts,
+        recv_counts: _Counts,
         *,
-        send_displacements: Sequence[int] | None = None,
-        recv_displacements: Sequence[int] | None = None,
+        send_displacements: _Counts | None = None,
+        recv_displacements: _Counts | None = None,
         dtype: _DType | None = None,
     ) -> _T:
         """Sends block ``r`` of the input to rank ``r``, and receives block ``r`` of the output from there.
@@ -444,9 +446,9 @@ class Communicator:
         self,
         input: _Tensor | None,
         output: _T,
-        counts: Sequence[int],
+        counts: _Counts,
         *,
-        displacements: Sequence[int] | None = None,
+        displacements: _Counts | None = None,
         dtype: _DType | None = None,
     ) -> _T:
         """Block ``r`` of every output is the input of rank ``r``; without an input, what it has there already."""
@@ -454,9 +456,9 @@ class Communicator:
         self,
         input: _Tensor,
         output: _T,
-        counts: Sequence[int],
+        counts: _Counts,
         *,
-        displacements: Sequence[int] | None = None,
+        displacements: _Counts | None = None,
         op: _Op = "sum",
         dtype: _DType | None = None,
     ) -> _T:

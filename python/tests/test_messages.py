@@ -88,6 +88,16 @@ def test_collectives_with_blocks_of_any_size() -> None:
         communicator.all_to_all_v(data, out, sent, sent, recv_displacements=reverse)
         assert out == array.array("i", [10 * p + rank for p in reversed(range(ranks)) for _ in range(sent[p])])
 
+        # Counts and displacements that lie in memory, which a call looks at.
+        out = array.array("i", [-1] * sum(sent))
+        there = array.array("q", sent)
+        where = array.array("Q", reverse)
+        communicator.all_to_all_v(data, out, there, array.array("Q", sent), recv_displacements=where)
+        assert out == array.array("i", [10 * p + rank for p in reversed(range(ranks)) for _ in range(sent[p])])
+        there[0] = -1
+        with pytest.raises(cw.TensorError, match="a block of -1 elements"):
+            communicator.all_to_all_v(data, out, there, sent)
+
         data = ints(*(value + rank for value in range(5)))
         out = array.array("i", [-1] * counts[rank])
         communicator.reduce_scatter_v(data, out, counts)

@@ -140,6 +140,12 @@ pub(crate) struct Operation {
 }
 
 impl Operation {
+    /// A plain sum.
+    pub(crate) const SUM: Self = Self {
+        op: ReduceOp::Sum,
+        scalar: None,
+    };
+
     /// The name in tables.
     pub(crate) fn name(self) -> &'static str {
         match self.scalar {

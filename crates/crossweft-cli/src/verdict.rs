@@ -88,6 +88,12 @@ impl TestData<'_> {
                 ..first
             }));
         }
+        self.tell(rank, bytes, mismatches)
+    }
+
+    /// Says what is wrong on standard error, and returns how much is.
+    pub(crate) fn tell(&self, rank: u32, bytes: u64, mismatches: Mismatches) -> u64 {
+        let pattern = self.pattern;
         if let Some(first) = mismatches.first {
             crate::complain(&format!(
                 "rank {rank}: {bytes} bytes, {pattern:?} inputs: {} wrong, first at element {}: \

@@ -216,8 +216,118 @@ fn messages_wherever_buffers_lie() {
             let whole = |bytes: u64| bytes / (2 * ranks) * 2 * ranks;
             assert_right(&all, &[6, 2400, 960_000].map(whole));
             assert_eq!(all["collective"], "all_to_all");
+            let last = ranks - 1;
+            for (command, name, root) in [
+                ("all-gather-v".to_owned(), "all_gather", None),
+                (format!("gather-v --root {last}"), "gather", Some(last)),
+                (format!("scatter-v --root {last}"), "scatter", Some(last)),
+            ] {
+                let report = report_of(&command, &arguments);
+                assert_right(&report, &[6, 2400, 960_000].map(whole));
+                assert_eq!(report["collective"], name);
+                assert_eq!(report["rows"][1]["algorithm"], "messages");
+                assert_eq!(report["root"].as_u64(), root);
+            }
         }
     }
+    for op in ["sum", "max"] {
+        let arguments = format!("--ranks 3 --threads --min 12 --max 100K --factor 1000 --op {op}");
+        let report = report_of("reduce-scatter-v", &arguments);
+        assert_right(&report, &[12, 12_000]);
+        assert_eq!(report["buffers"], "private");
+        assert_eq!(report["rows"][0]["op"], op);
+    }
+}
+
+#[test]
+fn pairs_of_buffers_take_turns() {
+    for arguments in [
+        "",
+        "--in-place",
+        "--buffers private",
+        "--buffers private --in-place",
+    ] {
+        let arguments = format!(
+            "--ranks 3 --threads --rotate 5 --min 0 --max 300K --factor 1000 --dtype i16 {arguments}"
+        );
+        let all_reduce = report(&arguments);
+        assert_right(&all_reduce, &[0, 2, 2000]);
+        assert_eq!(all_reduce["rotate"], 5);
+        for (collective, ..) in OTHERS {
+            let report = report_of(collective, &arguments);
+            assert_eq!(report["rows"].as_array().unwrap().len(), 3);
+            assert!(
+                report["rows"]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .all(|row| row["wrong"] == 0)
+            );
+        }
+    }
+    for collective in ["send-recv", "all-to-all-v", "reduce-scatter-v"] {
+        let arguments = "--threads --rotate 2 --min 4K --max 4K";
+        assert_right(&report_of(collective, arguments), &[4096]);
+    }
+    assert_eq!(report("--threads --max 8")["rotate"], 1);
+    let table = run("bench all-reduce --threads --max 8 --iters 2 --rotate 2 --skew 5");
+    let first = text(&table.stdout).lines().next().unwrap().to_owned();
+    assert!(
+        first.ends_with("out of place, 2 pairs in turn, one rank 5 us late"),
+        "{first}"
+    );
+}
+
+#[test]
+fn the_time_of_a_call_begins_when_the_last_rank_comes() {
+    const SKEW: u64 = 500_000;
+    let started = Instant::now();
+    // One of them to warm up.
+    let report = report(&format!(
+        "--ranks 3 --threads --min 64 --max 64 --skew {SKEW}"
+    ));
+    assert!(started.elapsed() >= Duration::from_micros(4 * SKEW));
+    assert_right(&report, &[64]);
+    assert_eq!(report["skew_us"], SKEW);
+    let time = report["rows"][0]["time_us_p50"].as_f64().unwrap();
+    assert!(time < SKEW as f64 / 2.0, "{time}");
+}
+
+#[test]
+fn tokens_are_normalised_and_quantised() {
+    for (dtype, hidden) in [("f32", 8), ("f16", 1000), ("bf16", 4096)] {
+        for quantise in ["none", "tensor", "token", "group"] {
+            let report = report_of(
+                "all-reduce-rms-norm",
+                &format!(
+                    "--ranks 3 --threads --hidden {hidden} --dtype {dtype} --quantise {quantise} --min 1 \
+                     --max 40 --factor 6 --rotate 2"
+                ),
+            );
+            let size = if dtype == "f32" { 4 } else { 2 };
+            let sizes = [1, 6, 36].map(|tokens| tokens * hidden * size);
+            assert_right(&report, &sizes);
+            for (row, tokens) in report["rows"].as_array().unwrap().iter().zip([1, 6, 36]) {
+                assert_eq!(row["tokens"], tokens);
+                assert_eq!(row["count"], tokens * hidden);
+                assert_eq!((&row["dtype"], &row["op"]), (&dtype.into(), &"sum".into()));
+            }
+            assert_eq!(report["collective"], "all_reduce_rms_norm");
+            assert_eq!(report["hidden"], hidden);
+            assert_eq!(report["quantise"], quantise);
+            assert_eq!(report["buffers"], "private");
+            assert_eq!(report["timing"], "eager");
+        }
+    }
+    let table = run("bench all-reduce-rms-norm --hidden 64 --max 4 --iters 3");
+    assert_eq!(table.status.code(), Some(0), "{}", text(&table.stderr));
+    let table = text(&table.stdout);
+    let first = table.lines().next().unwrap();
+    assert!(
+        first.ends_with("private buffers, out of place, tokens of 64, quantised: none"),
+        "{first}"
+    );
+    assert_eq!(table.lines().filter(|l| !l.starts_with('#')).count(), 3);
 }
 
 #[test]
@@ -321,6 +431,66 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
             "bench all-to-all-v --algorithm direct",
             "--algorithm is for plans",
         ),
+        (
+            "bench gather-v --root 2 --ranks 2",
+            "--root 2, but there are 2 ranks",
+        ),
+        (
+            "bench reduce-scatter-v --buffers symmetric",
+            "reduced from private buffers",
+        ),
+        (
+            "bench reduce-scatter-v --op premul:2",
+            "--op premul is for plans",
+        ),
+        (
+            "bench all-reduce-rms-norm --hidden 4",
+            "4 is not in 8..=16384",
+        ),
+        (
+            "bench all-reduce-rms-norm --threads --hidden 12",
+            "a multiple of 8 from 8 to 16384",
+        ),
+        (
+            "bench all-reduce-rms-norm --threads --dtype i32",
+            "they may be of f32, f16 or bf16",
+        ),
+        (
+            "bench all-reduce-rms-norm --quantise row",
+            "possible values: none, tensor, token, group",
+        ),
+        (
+            "bench all-reduce-rms-norm --buffers symmetric",
+            "tokens are normalised in private buffers",
+        ),
+        (
+            "bench all-reduce-rms-norm --algorithm ring",
+            "--algorithm is for plans alone",
+        ),
+        ("bench all-reduce --rotate 0", "0 is not in 1..=1024"),
+        ("bench all-reduce --skew 2000000", "is not in 0..=1000000"),
+        (
+            "bench all-reduce --eager",
+            "--eager is for GPUs: on the cpu there are no graphs",
+        ),
+        ("bench all-reduce --graph", "--graph is for GPUs"),
+        (
+            "bench all-reduce --device-time",
+            "--device-time is for GPUs",
+        ),
+        ("bench all-reduce --graph --eager", "cannot be used with"),
+        (
+            "bench all-reduce --graph --buffers private",
+            "graphs need --buffers symmetric",
+        ),
+        (
+            "bench all-reduce --device-time --rotate 2",
+            "--rotate is for calls one by one",
+        ),
+        (
+            "bench all-reduce --graph --skew 1",
+            "--skew is for calls one by one",
+        ),
         ("bench all-broadcast", "unrecognized subcommand"),
         ("frobnicate", "unrecognized subcommand"),
     ] {
@@ -351,7 +521,25 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
 fn help_and_doctor() {
     let help = run("bench all-reduce --help");
     assert_eq!(help.status.code(), Some(0));
-    assert!(text(&help.stdout).contains("--in-place"));
+    for option in [
+        "--in-place",
+        "--rotate",
+        "--skew",
+        "--eager",
+        "--graph",
+        "--device-time",
+    ] {
+        assert!(text(&help.stdout).contains(option), "{option}");
+    }
+    let help = text(&run("bench all-reduce-rms-norm --help").stdout).to_owned();
+    for words in [
+        "--hidden <ELEMENTS>",
+        "--max <TOKENS>",
+        "[default: 1K]",
+        "[default: private]",
+    ] {
+        assert!(help.contains(words), "{words}: {help}");
+    }
     let help = text(&run("bench --help").stdout);
     for (collective, _, _) in OTHERS {
         assert!(
@@ -485,22 +673,28 @@ fn a_wrong_result_of_copies_is_seen_too() {
 #[test]
 fn a_wrong_result_is_exit_code_1_on_every_rank() {
     // Rank 1 brings other data than rank 0 was told to expect, and the other way round.
-    let outputs = launch(2, torchrun("wrong", 2), |rank| {
-        format!("bench all-reduce --max 8 --iters 3 --format json --seed {rank}")
-    });
-    for output in &outputs {
-        assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    for (job, command) in [
+        ("wrong", "all-reduce --max 8"),
+        ("wrong-tokens", "all-reduce-rms-norm --hidden 8 --max 1"),
+        ("wrong-messages", "reduce-scatter-v --max 16"),
+    ] {
+        let outputs = launch(2, torchrun(job, 2), |rank| {
+            format!("bench {command} --iters 3 --format json --seed {rank}")
+        });
+        for output in &outputs {
+            assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+            assert!(
+                text(&output.stderr).contains("instead of"),
+                "{}",
+                text(&output.stderr)
+            );
+        }
+        let report: Value = serde_json::from_slice(&outputs[0].stdout).unwrap();
         assert!(
-            text(&output.stderr).contains("instead of"),
-            "{}",
-            text(&output.stderr)
+            report["rows"][0]["wrong"].as_u64().unwrap() >= 2,
+            "{report}"
         );
     }
-    let report: Value = serde_json::from_slice(&outputs[0].stdout).unwrap();
-    assert!(
-        report["rows"][0]["wrong"].as_u64().unwrap() >= 2,
-        "{report}"
-    );
 }
 
 #[test]

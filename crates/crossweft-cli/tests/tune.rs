@@ -255,7 +255,7 @@ fn rank(rank: u32, id: &Path, cache: &Path, variable: Option<(&str, &str)>) -> C
 }
 
 #[test]
-fn a_rank_with_another_cache_or_environment_is_named_at_the_start() {
+fn all_ranks_choose_by_the_table_that_rank_0_reads() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let tuned = run(&at("one"), "tune --max 4K --budget 0.1 --buffers symmetric");
@@ -269,36 +269,59 @@ fn a_rank_with_another_cache_or_environment_is_named_at_the_start() {
     scale(&copy, "two-shot", 1e-6);
     let off = ("CROSSWEFT_TUNING", "off");
     let missing = ("CROSSWEFT_PLANS", "/there/is/none.json");
-    let differ = format!(
-        "all-reduce, symmetric buffers: rank 1 would take two-shot for 0..4096 B (tuning table {}), rank 0 ring \
-         (tuning table {})",
-        copy.display(),
-        file.display()
-    );
+    let from = |file: &Path, name: &str| {
+        let source = format!("# chosen by tuning table {}", file.display());
+        [source, format!("# chosen: {name} up to 4096 B (")]
+    };
+    let shipped = [
+        "# chosen by the shipped rule (CROSSWEFT_TUNING=off)",
+        "# chosen: one-shot up to 512 B (small",
+    ]
+    .map(str::to_owned);
+    // Also when the file was replaced between two ranks' starts, which is as if each had one of its own.
     let cases = [
-        ("other", None, &*differ),
-        (
-            "one",
-            Some(off),
-            "B (the shipped rule (CROSSWEFT_TUNING=off)), rank 0 ring (tuning table",
-        ),
-        ("one", Some(missing), "/there/is/none.json: No such file"),
-        // The same on both: all is well.
-        ("one", None, ""),
+        [("one", None), ("one", None)],
+        [("one", None), ("other", None)],
+        [("other", None), ("one", None)],
+        [("one", None), ("one", Some(off))],
+        [("one", None), ("nothing", None)],
+        [("one", Some(off)), ("one", None)],
     ];
-    for (index, (cache, variable, words)) in cases.into_iter().enumerate() {
+    let expected = [
+        from(&file, "ring"),
+        from(&file, "ring"),
+        from(&copy, "two-shot"),
+        from(&file, "ring"),
+        from(&file, "ring"),
+        shipped,
+    ];
+    let job = |index: &str, ranks: [(&str, Option<(&str, &str)>); 2]| {
         let id = at(&format!("id{index}"));
-        let both = [
-            rank(0, &id, &at("one"), None),
-            rank(1, &id, &at(cache), variable),
-        ];
-        for child in both {
-            let output = child.wait_with_output().unwrap();
+        let both = [0, 1].map(|me| {
+            let (cache, variable) = ranks[me as usize];
+            rank(me, &id, &at(cache), variable)
+        });
+        both.map(|child| child.wait_with_output().unwrap())
+    };
+    for (index, (ranks, expected)) in cases.into_iter().zip(expected).enumerate() {
+        let outputs = job(&index.to_string(), ranks);
+        for output in &outputs {
             let complaint = text(&output.stderr);
-            let expected = if words.is_empty() { 0 } else { 2 };
-            assert_eq!(output.status.code(), Some(expected), "{complaint}");
-            assert!(complaint.contains(words), "{complaint}");
+            assert_eq!(output.status.code(), Some(0), "{ranks:?}: {complaint}");
         }
+        let said = text(&outputs[0].stdout);
+        for words in expected {
+            assert!(said.contains(&words), "{ranks:?}: {said}");
+        }
+    }
+    // Plans are each rank's own to name.
+    for output in job("missing", [("one", None), ("one", Some(missing))]) {
+        let complaint = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{complaint}");
+        assert!(
+            complaint.contains("/there/is/none.json: No such file"),
+            "{complaint}"
+        );
     }
 }
 

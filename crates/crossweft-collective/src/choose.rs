@@ -1,7 +1,8 @@
 //! Choices for a request: what was measured on this machine, else the shipped rule; and where a plan of the user's was
 //! not measured, what the cost model says of it.
 //!
-//! The same table, plans and request give the same choices on every rank.
+//! The same table, plans and request give the same choices on every rank; and a size takes the same, however large the
+//! messages are that a collective is prepared for.
 
 use std::borrow::Cow;
 
@@ -17,18 +18,29 @@ use crate::table::{Measurements, Row, TuningTable};
 /// size before: two that are as good as each other would take turns, and each is a plan with memory of its own.
 const WORTH_A_CHANGE: f64 = 0.97;
 
+/// More than any message has.
+pub(crate) const LARGEST: u64 = 1 << 40;
+
 /// The choices for a request.
 pub(crate) fn choose(
     request: &Request,
     registry: &Registry,
     table: Option<&TuningTable>,
 ) -> Selector {
-    let without = measured(request, &Registry::new(), table);
+    let max_bytes = request.max_bytes;
+    // Chosen for all sizes, of which those are kept that are asked for.
+    let whole = &Request {
+        max_bytes: max_bytes.max(LARGEST),
+        ..request.clone()
+    };
+    let cut = |choices: Vec<Choice>| rest(&choices, 0, max_bytes).collect::<Vec<_>>();
+    let without = measured(whole, &Registry::new(), table);
     if registry.plans().is_empty() {
-        return Selector::of(without, Vec::new());
+        return Selector::of(cut(without), Vec::new());
     }
-    let with = measured(request, registry, table);
-    let with = predicted(with, request, registry, table);
+    let with = measured(whole, registry, table);
+    let with = cut(predicted(with, max_bytes, whole, registry, table));
+    let without = cut(without);
     let otherwise = match with
         .iter()
         .all(|choice| choice.algorithm.built_in().is_some())
@@ -77,19 +89,20 @@ pub(crate) fn measured(
         winner = contest.winner(row, [contest.index(usual), winner]);
         match winner.and_then(|index| contest.choice(row, index, below)) {
             Some(choice) => append(&mut choices, choice),
-            None => rest(&shipped, up_to, below).for_each(|choice| append(&mut choices, choice)),
+            None => rest(shipped.choices(), up_to, below)
+                .for_each(|choice| append(&mut choices, choice)),
         }
         up_to = below;
     }
     if up_to < request.max_bytes || choices.is_empty() {
-        rest(&shipped, up_to, request.max_bytes).for_each(|choice| append(&mut choices, choice));
+        rest(shipped.choices(), up_to, request.max_bytes)
+            .for_each(|choice| append(&mut choices, choice));
     }
     choices
 }
 
-/// A selector's choices for sizes above `from` up to `to`.
-fn rest(selector: &Selector, from: u64, to: u64) -> impl Iterator<Item = Choice> {
-    let choices = selector.choices();
+/// The choices for sizes above `from` up to `to`.
+fn rest(choices: &[Choice], from: u64, to: u64) -> impl Iterator<Item = Choice> {
     // All sizes may be 0.
     let first = choices.iter().position(|c| c.up_to > from || from == to);
     let last = choices.iter().position(|c| c.up_to >= to);
@@ -167,39 +180,42 @@ impl<'a> Contest<'a> {
 
     fn choice(&self, row: &Row, index: usize, up_to: u64) -> Option<Choice> {
         let entry = self.allowed[index].as_ref()?;
-        let us = |index: usize| row.us[index].unwrap_or(f64::INFINITY);
         let may_win = |other: usize| {
             let entry = self.allowed[other].as_ref();
-            entry.is_some_and(|entry| entry.most.is_ok()) && us(other).is_finite()
+            entry.is_some_and(|entry| entry.most.is_ok())
         };
-        let second = (0..row.us.len())
-            .filter(|other| *other != index && may_win(*other))
-            .min_by(|a, b| us(*a).total_cmp(&us(*b)));
-        let second = second.map_or_else(String::new, |other| {
-            let (name, us) = (self.name(other), us(other));
-            format!(", {name} {us:.2}")
-        });
         Some(Choice {
             algorithm: entry.candidate.clone(),
             up_to,
             piece: entry.candidate.piece(self.request, up_to).min(up_to),
             blocks: entry.blocks,
-            reason: Cow::Owned(format!(
-                "measured: {:.2} us at {} B{second}",
-                us(index),
-                row.bytes
-            )),
+            reason: Cow::Owned(reason(self.measurements, row, index, may_win)),
         })
     }
+}
 
-    fn name(&self, index: usize) -> String {
-        let measured = &self.measurements.candidates[index];
-        let twice = self.measurements.candidates.iter();
-        match twice.filter(|other| other.name == measured.name).count() {
-            1 => measured.name.clone(),
-            _ => format!("{} of {} blocks", measured.name, measured.blocks),
-        }
-    }
+/// That the candidate of that index was measured, in words, with the next best of those that may be chosen.
+pub(crate) fn reason(
+    measurements: &Measurements,
+    row: &Row,
+    index: usize,
+    may_win: impl Fn(usize) -> bool,
+) -> String {
+    let us = |index: usize| row.us[index].unwrap_or(f64::INFINITY);
+    let second = (0..row.us.len())
+        .filter(|other| *other != index && us(*other).is_finite() && may_win(*other))
+        .min_by(|a, b| us(*a).total_cmp(&us(*b)));
+    let second = second.map_or_else(String::new, |other| {
+        let candidates = &measurements.candidates;
+        let (measured, us) = (&candidates[other], us(other));
+        let alike = candidates.iter().filter(|one| one.name == measured.name);
+        let blocks = match alike.count() {
+            1 => String::new(),
+            _ => format!(" of {} blocks", measured.blocks),
+        };
+        format!(", {}{blocks} {us:.2}", measured.name)
+    });
+    format!("measured: {:.2} us at {} B{second}", us(index), row.bytes)
 }
 
 /// The machine that the cost model takes a device for.
@@ -224,9 +240,11 @@ pub(crate) fn predicted_us(
     Some(us(piece)? * whole as f64 + last?)
 }
 
-/// Plans that were not measured take the places where the cost model says that they are faster.
+/// Plans that were not measured take the places where the cost model says that they are faster, as far as sizes up to
+/// `most` go; there may be no choices for larger ones.
 fn predicted(
     choices: Vec<Choice>,
+    most: u64,
     request: &Request,
     registry: &Registry,
     table: Option<&TuningTable>,
@@ -238,22 +256,26 @@ fn predicted(
         found.is_some_and(|m| m.candidates.iter().any(|measured| measured.plan == hash))
     };
     let topology = topology(request.device);
+    let entries = registry.entries(request);
+    // For all plans the same, so that what follows them is of no account.
+    let mut sizes: Vec<u64> = (3..=MOST.ilog2()).map(|power| 1 << power).collect();
+    sizes.extend(choices.iter().map(|choice| choice.up_to));
+    let plans = entries.iter().filter(|e| e.candidate.built_in().is_none());
+    sizes.extend(plans.filter_map(|entry| entry.most.ok()));
+    sizes.sort_unstable();
+    sizes.dedup();
+    let enough = sizes.iter().position(|size| *size >= most);
+    sizes.truncate(enough.map_or(sizes.len(), |last| last + 1));
     let mut choices = choices;
-    for entry in registry.entries(request) {
+    for entry in entries {
         let (Candidate::Plan(plan), Ok(most)) = (&entry.candidate, entry.most) else {
             continue;
         };
         if was_measured(plan.hash()) {
             continue;
         }
-        let mut sizes: Vec<u64> = (3..=MOST.ilog2()).map(|power| 1 << power).collect();
-        sizes.extend(choices.iter().map(|choice| choice.up_to));
-        sizes.push(most);
-        sizes.retain(|size| *size <= request.max_bytes);
-        sizes.sort_unstable();
-        sizes.dedup();
         let mut better = Vec::new();
-        for size in sizes {
+        for &size in &sizes {
             let Some(choice) = choices.iter().find(|choice| size <= choice.up_to) else {
                 break;
             };

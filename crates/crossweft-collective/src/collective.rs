@@ -186,6 +186,27 @@ impl Request {
     }
 }
 
+/// What ranks must ask for alike, in words.
+fn asked(request: &Request, options: &CollectiveOptions) -> String {
+    let root = request.collective.root();
+    let parts = [
+        root.map(|root| format!("root {root}")),
+        Some(format!("up to {} B", request.max_bytes)),
+        request.in_place.map(|in_place| match in_place {
+            true => "in place".to_owned(),
+            false => "out of place".to_owned(),
+        }),
+        options.algorithm.map(|name| format!("algorithm {name}")),
+        options.blocks.map(|n| format!("{n} thread blocks")),
+        options.pre_multiply.map(|_| "pre-multiplied".to_owned()),
+        request
+            .deterministic
+            .then(|| "sums in rank order".to_owned()),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    format!("{}, {}", request.describe(), parts.join(", "))
+}
+
 /// A collective that is ready to be called. Calls are local: they wait for the peers' data, but
 /// allocate nothing.
 ///
@@ -218,47 +239,20 @@ impl PreparedCollective {
         collective: Collective,
         options: CollectiveOptions,
     ) -> Result<Self, CollectiveError> {
-        if options.pre_multiply.is_some() && !collective.reduces() {
-            return Err(CollectiveError::Usage {
-                rank: communicator.rank(),
-                reason: format!(
-                    "{}: there is no sum to multiply inputs for",
-                    collective.name()
-                ),
-            });
-        }
         let request = Request::new(communicator, collective, &options);
         let selection = communicator.selection();
-        let (world_size, max_bytes) = (request.world_size, request.max_bytes);
-        let mut selector = match options.algorithm {
-            Some(algorithm) if algorithm.needs_registered() && request.place == Place::Private => {
-                return Err(CollectiveError::NeedsSymmetric { algorithm });
-            }
-            Some(algorithm) => {
-                let candidate = Candidate::from(algorithm);
-                if candidate.refusal(&request) == Some(Refusal::NotInRankOrder) {
-                    return Err(CollectiveError::Usage {
-                        rank: communicator.rank(),
-                        reason: format!("{algorithm}: {}", Refusal::NotInRankOrder),
-                    });
-                }
-                Selector::forced(algorithm, collective, world_size, max_bytes)
-            }
-            None => selection.select(&request),
-        };
-        if let Some(blocks) = options.blocks {
-            selector.with_blocks(blocks);
-        }
         let deadline = Instant::now() + communicator.timeout();
-        let (forced, blocks) = (options.algorithm, options.blocks);
-        let asked = format!("{request:?} {forced:?} {blocks:?}");
-        let first = &selector.choices()[0];
-        let first = first.algorithm.plan(collective, world_size, first.blocks)?;
-        let what = format!("preparing plan `{}`", first.name);
-        let source = selection.source();
+        let chosen = Self::choose(communicator.rank(), &request, &options, &selection);
+        let what = match &chosen {
+            Ok((_, plan)) => format!("preparing plan `{plan}`"),
+            Err(_) => format!("preparing {}", collective.name()),
+        };
         let endpoint = communicator.endpoint();
-        let words = [&*asked, &request.describe(), &what];
-        agree_on_choices(endpoint, words, &selector, source, deadline)?;
+        // First of all, so that every rank hears of a difference; what is chosen, or refused, follows from it.
+        endpoint.agree(&asked(&request, &options), &what, deadline)?;
+        let (selector, _) = chosen?;
+        let (described, source) = (request.describe(), selection.source());
+        agree_on_choices(endpoint, (&described, &what), &selector, source, deadline)?;
         if communicator.rank() == 0 {
             let mut least = 0;
             for choice in selector.choices() {
@@ -271,6 +265,54 @@ impl PreparedCollective {
             }
         }
         Self::with_selector(communicator, collective, options, (selector, selection))
+    }
+
+    /// The choices for a request, and the name of the first plan.
+    fn choose(
+        rank: u32,
+        request: &Request,
+        options: &CollectiveOptions,
+        selection: &Selection,
+    ) -> Result<(Selector, String), CollectiveError> {
+        let Request {
+            collective,
+            world_size,
+            place,
+            max_bytes,
+            ..
+        } = *request;
+        if options.pre_multiply.is_some() && !collective.reduces() {
+            return Err(CollectiveError::Usage {
+                rank,
+                reason: format!(
+                    "{}: there is no sum to multiply inputs for",
+                    collective.name()
+                ),
+            });
+        }
+        let mut selector = match options.algorithm {
+            Some(algorithm) if algorithm.needs_registered() && place == Place::Private => {
+                return Err(CollectiveError::NeedsSymmetric { algorithm });
+            }
+            Some(algorithm) => {
+                let candidate = Candidate::from(algorithm);
+                if candidate.refusal(request) == Some(Refusal::NotInRankOrder) {
+                    return Err(CollectiveError::Usage {
+                        rank,
+                        reason: format!("{algorithm}: {}", Refusal::NotInRankOrder),
+                    });
+                }
+                Selector::forced(algorithm, collective, world_size, max_bytes)
+            }
+            None => selection.select(request),
+        };
+        if let Some(blocks) = options.blocks {
+            selector.with_blocks(blocks);
+        }
+        let first = &selector.choices()[0];
+        let first = first.algorithm.plan(collective, world_size, first.blocks)?;
+        let name = first.name.clone();
+        Ok((selector, name))
     }
 
     /// Prepares what a selector may choose, which comes from a selection. Collective.
@@ -491,10 +533,7 @@ impl PreparedCollective {
     pub fn explain_all(&self, bytes: u64) -> Explanation {
         let explained = Explanation::of(&self.request, bytes, &self.selection, &self.selector);
         match self.is_forced {
-            true => Explanation {
-                source: "the caller".to_owned(),
-                ..explained
-            },
+            true => explained.forced(self.explain(bytes)),
             false => explained,
         }
     }

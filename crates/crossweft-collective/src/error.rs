@@ -139,7 +139,10 @@ impl CollectiveError {
                 !matches!(**cause, StopCause::Mismatch { .. })
             }
             Self::Executor(error) => matches!(error, ExecutorError::Poisoned { .. }),
-            Self::Exchange(error) => matches!(error, ExchangeError::Poisoned { .. }),
+            Self::Exchange(error) => matches!(
+                error,
+                ExchangeError::Poisoned { .. } | ExchangeError::PeerGaveUp { .. }
+            ),
             _ => false,
         }
     }

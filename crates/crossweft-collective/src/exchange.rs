@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_executor as executor;
 use crossweft_executor::{Destination, Kind, Messages, Purpose, Source};
+use crossweft_hal::Memory;
 
 use smallvec::SmallVec;
 
@@ -58,29 +59,99 @@ impl ExchangeOptions {
     }
 }
 
+/// A number of elements for each rank: a list, or memory in which a call looks when it begins. What computes the numbers
+/// need not hand them to the host: they may be the output of the call before.
+#[derive(Clone, Copy, Debug)]
+pub struct Counts<'a>(Place<'a>);
+
+#[derive(Clone, Copy, Debug)]
+enum Place<'a> {
+    List(&'a [u64]),
+    /// From a byte of a memory, of which so many may be looked at.
+    Memory(&'a Memory, u64, u64),
+}
+
+impl<'a> Counts<'a> {
+    /// 64-bit numbers in native byte order, one for each rank, from byte `offset` of memory of this rank's device. Nobody
+    /// may write them until the call has ended.
+    #[must_use]
+    pub fn in_memory(memory: &'a Memory, offset: u64) -> Self {
+        Self(Place::Memory(memory, offset, memory.bytes()))
+    }
+
+    /// The same, in this rank's part of a symmetric buffer.
+    #[must_use]
+    pub fn symmetric(buffer: &'a SymmetricBuffer, offset: u64) -> Self {
+        Self(Place::Memory(
+            buffer.memory().local(),
+            offset,
+            buffer.bytes(),
+        ))
+    }
+
+    /// The numbers of `ranks` ranks, called `what`, each looked at once: somebody may change them all the same.
+    fn read(self, what: &str, ranks: u32) -> Result<PerRank<u64>, String> {
+        let ranks = ranks as usize;
+        match self.0 {
+            Place::List(list) if list.len() == ranks => Ok(list.into()),
+            Place::List(list) => Err(format!("{} {what}; there are {ranks} ranks", list.len())),
+            Place::Memory(memory, offset, bytes) => {
+                let mut words = PerRank::from_elem([0; 8], ranks);
+                let text = words.as_flattened_mut();
+                if offset.saturating_add(text.len() as u64) > bytes {
+                    return Err(format!(
+                        "{what} of {ranks} ranks at byte {offset} lie outside a memory of {bytes} bytes"
+                    ));
+                }
+                let read = memory.read(offset, text);
+                read.map_err(|error| format!("{what} at byte {offset}: {error}"))?;
+                Ok(words.into_iter().map(u64::from_ne_bytes).collect())
+            }
+        }
+    }
+}
+
+impl<'a> From<&'a [u64]> for Counts<'a> {
+    fn from(list: &'a [u64]) -> Self {
+        Self(Place::List(list))
+    }
+}
+
+impl<'a> From<&'a Vec<u64>> for Counts<'a> {
+    fn from(list: &'a Vec<u64>) -> Self {
+        Self(Place::List(list))
+    }
+}
+
+impl<'a, const N: usize> From<&'a [u64; N]> for Counts<'a> {
+    fn from(list: &'a [u64; N]) -> Self {
+        Self(Place::List(list))
+    }
+}
+
 /// Where the block of each rank lies in a buffer, in elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks<'a> {
-    counts: &'a [u64],
-    displacements: Option<&'a [u64]>,
+    counts: Counts<'a>,
+    displacements: Option<Counts<'a>>,
 }
 
 impl<'a> Blocks<'a> {
     /// Blocks of `counts` elements, one after another.
     #[must_use]
-    pub fn packed(counts: &'a [u64]) -> Self {
+    pub fn packed(counts: impl Into<Counts<'a>>) -> Self {
         Self {
-            counts,
+            counts: counts.into(),
             displacements: None,
         }
     }
 
     /// Blocks of `counts` elements that begin at `displacements`, in elements from the beginning of the buffer.
     #[must_use]
-    pub fn at(counts: &'a [u64], displacements: &'a [u64]) -> Self {
+    pub fn at(counts: impl Into<Counts<'a>>, displacements: impl Into<Counts<'a>>) -> Self {
         Self {
-            counts,
-            displacements: Some(displacements),
+            counts: counts.into(),
+            displacements: Some(displacements.into()),
         }
     }
 
@@ -91,23 +162,14 @@ impl<'a> Blocks<'a> {
         ranks: u32,
         length: usize,
     ) -> Result<PerRank<Range<usize>>, String> {
-        let Self {
-            counts,
-            displacements,
-        } = self;
-        let lists = [
-            Some(("counts", counts)),
-            displacements.map(|d| ("displacements", d)),
-        ];
-        for (what, list) in lists.into_iter().flatten() {
-            if list.len() != ranks as usize {
-                return Err(format!("{} {what}; there are {ranks} ranks", list.len()));
-            }
-        }
+        let counts = self.counts.read("counts", ranks)?;
+        let displacements = self.displacements;
+        let displacements = displacements.map(|d| d.read("displacements", ranks));
+        let displacements = displacements.transpose()?;
         let size = dtype.size() as u64;
         let mut packed = 0_u64;
         let range = |(rank, &count): (usize, &u64)| {
-            let start = displacements.map_or(packed, |displacements| displacements[rank]);
+            let start = displacements.as_ref().map_or(packed, |starts| starts[rank]);
             let end = start.checked_add(count);
             packed = packed.saturating_add(count);
             let bytes = |elements: u64| usize::try_from(elements.checked_mul(size)?).ok();

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::candidate::{Candidate, Request};
-use crate::choose::{predicted_us, topology};
+use crate::choose::{predicted_us, reason, topology};
 use crate::registry::Entry;
 use crate::selection::Selection;
 use crate::selector::{Choice, Place, Selector};
@@ -116,14 +116,32 @@ impl Explanation {
         let found = selection.table().and_then(|table| table.find(request));
         let row = found.and_then(|found| found.rows.iter().find(|row| bytes <= row.bytes));
         let times = found.zip(row);
-        let measured_us = |entry: &Entry| {
-            let (found, row) = times?;
-            let index = found.candidates.iter().position(|measured| {
-                let candidate = measured.candidate(request.collective, selection.registry());
-                measured.blocks == entry.blocks && candidate.as_ref() == Some(&entry.candidate)
-            })?;
-            row.us[index]
+        let index = |candidate: &Candidate, blocks: u32| {
+            let (found, _) = times?;
+            found.candidates.iter().position(|measured| {
+                let known = measured.candidate(request.collective, selection.registry());
+                measured.blocks == blocks && known.as_ref() == Some(candidate)
+            })
         };
+        let measured_us = |entry: &Entry| {
+            let (_, row) = times?;
+            row.us[index(&entry.candidate, entry.blocks)?]
+        };
+        let entries = selection.registry().entries(request);
+        // The choice's own is that of the largest size it is for.
+        let measured = || {
+            let (found, row) = times?;
+            let chosen = index(&choice.algorithm, choice.blocks)?;
+            let may_win = |other: usize| {
+                let it = |entry: &&Entry| index(&entry.candidate, entry.blocks) == Some(other);
+                entries
+                    .iter()
+                    .find(it)
+                    .is_some_and(|entry| entry.most.is_ok())
+            };
+            row.us[chosen].map(|_| reason(found, row, chosen, may_win))
+        };
+        let chosen_because = measured().unwrap_or_else(|| choice.reason.to_string());
         let topology = topology(request.device);
         let predicted = |entry: &Entry| {
             let (collective, ranks) = (request.collective, request.world_size);
@@ -131,11 +149,10 @@ impl Explanation {
             let piece = entry.candidate.piece(request, bytes);
             predicted_us(&plan, &topology, bytes, piece)
         };
-        let entries = selection.registry().entries(request);
         let mut candidates: Vec<(Explained, Entry)> = entries
             .into_iter()
             .map(|entry| {
-                let (verdict, reason) = judge(&entry, choice, bytes);
+                let (verdict, reason) = judge(&entry, (choice, &chosen_because), bytes);
                 let explained = Explained {
                     name: entry.candidate.name().to_owned(),
                     thread_blocks: entry.blocks,
@@ -170,7 +187,7 @@ impl Explanation {
                 predicted_us: predicted(&entry),
                 measured_us: None,
                 verdict: Verdict::Chosen,
-                reason: choice.reason.to_string(),
+                reason: chosen_because.clone(),
             };
             candidates.insert(0, (explained, entry));
         }
@@ -188,7 +205,7 @@ impl Explanation {
             place: request.place,
             message_bytes: bytes,
             chosen: choice.algorithm.name().to_owned(),
-            reason: choice.reason.to_string(),
+            reason: chosen_because,
             source: selection.source().to_owned(),
             predicted_for: topology.name,
             measured_bytes: row.map(|row: &Row| row.bytes),
@@ -204,6 +221,17 @@ impl Explanation {
         serde_json::to_string_pretty(self).unwrap_or_default()
     }
 
+    /// The caller has chosen, not what the selection says.
+    pub(crate) fn forced(mut self, choice: &Choice) -> Self {
+        "the caller".clone_into(&mut self.source);
+        self.reason = choice.reason.to_string();
+        let chosen = |one: &&mut Explained| one.verdict == Verdict::Chosen;
+        if let Some(one) = self.candidates.iter_mut().find(chosen) {
+            one.reason.clone_from(&self.reason);
+        }
+        self
+    }
+
     /// The candidate that is chosen.
     #[must_use]
     pub fn chosen(&self) -> Option<&Explained> {
@@ -213,9 +241,9 @@ impl Explanation {
     }
 }
 
-fn judge(entry: &Entry, choice: &Choice, bytes: u64) -> (Verdict, String) {
+fn judge(entry: &Entry, (choice, why): (&Choice, &str), bytes: u64) -> (Verdict, String) {
     if (&entry.candidate, entry.blocks) == (&choice.algorithm, choice.blocks) {
-        return (Verdict::Chosen, choice.reason.to_string());
+        return (Verdict::Chosen, why.to_owned());
     }
     let refused = |reason: String| (Verdict::Refused, reason);
     match entry.most {

@@ -43,7 +43,7 @@ pub use crossweft_executor::{ExchangeError, OneSided, Scalar, Schedule};
 pub use crossweft_plan::Collective;
 pub use devices::Devices;
 pub use error::{CollectiveError, SelectorDifference};
-pub use exchange::{Blocks, Exchange, ExchangeOptions, Group};
+pub use exchange::{Blocks, Counts, Exchange, ExchangeOptions, Group};
 pub use explain::{Explained, Explanation, Verdict};
 pub use fingerprint::Fingerprint;
 pub use registry::{PLANS_VARIABLE, Registry, RegistryError};

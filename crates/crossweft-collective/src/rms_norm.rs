@@ -148,6 +148,12 @@ impl AllReduceRmsNorm {
         &self.options
     }
 
+    /// The all-reduce that it begins with, of some tokens at a time.
+    #[must_use]
+    pub fn all_reduce(&self) -> &PreparedCollective {
+        &self.all_reduce
+    }
+
     /// Reduces, adds, normalises and quantises. All ranks must call it with as many tokens, and get the same bits if
     /// residuals, weights and scales are the same. Blocks until the output is complete.
     ///

@@ -65,21 +65,20 @@ impl Selection {
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, RegistryError> {
         let registry = Registry::from_environment(&variable)?;
-        let mut selection = Self {
-            registry,
-            table: None,
-            source: String::new(),
-            warnings: Vec::new(),
-            fingerprint,
-            world_size,
-            is_deterministic: variable(DETERMINISTIC_VARIABLE).is_some_and(|value| value == "1"),
-        };
-        if variable(TUNING_VARIABLE).is_some_and(|value| value == "off") {
-            selection.source = format!("the shipped rule ({TUNING_VARIABLE}=off)");
-        } else {
-            selection.load(&Cache::decide(&variable));
-        }
+        let found = Found::look(&fingerprint, world_size, &variable);
+        let mut selection = Self::shipped(fingerprint, world_size);
+        selection.registry = registry;
+        selection.is_deterministic = is_deterministic(&variable);
+        selection.choose_by(found);
         Ok(selection)
+    }
+
+    /// What a table says, of its hardware and number of ranks, and nothing else.
+    #[must_use]
+    pub fn of_table(table: TuningTable) -> Self {
+        let mut selection = Self::shipped(table.fingerprint().clone(), table.world_size());
+        selection.tuned(table, None);
+        selection
     }
 
     /// The shipped rule alone, whatever the environment.
@@ -96,15 +95,22 @@ impl Selection {
         }
     }
 
-    fn load(&mut self, cache: &Cache) {
-        let Some(directory) = cache.directory() else {
-            "the shipped rule (no cache folder)".clone_into(&mut self.source);
-            return;
+    /// Takes the table that was found, if it is to be used.
+    fn choose_by(&mut self, found: Found) {
+        let (path, text) = match found {
+            Found::Nothing { why } => {
+                self.source = format!("the shipped rule ({why})");
+                return;
+            }
+            Found::Unreadable { path, why } => (path, Err(why)),
+            Found::File { path, text } => (path, Ok(text)),
         };
-        let path = directory.join(TuningTable::file_name(&self.fingerprint, self.world_size));
-        let path = path.display();
-        match TuningTable::load(cache, &self.fingerprint, self.world_size) {
-            Ok(Some(mut table)) => {
+        let table = text.and_then(|text| {
+            let table = TuningTable::of_text(&text, &self.fingerprint, self.world_size);
+            table.map_err(|error| error.to_string())
+        });
+        match table {
+            Ok(mut table) => {
                 let changed = table.forget_changed();
                 if !changed.is_empty() {
                     let changed = changed.join(", ");
@@ -115,13 +121,11 @@ impl Selection {
                 self.table = Some(Arc::new(table));
                 self.source = format!("tuning table {path}");
             }
-            Ok(None) => self.source = format!("the shipped rule (there is no tuning table {path})"),
-            Err(error) => {
+            Err(why) => {
                 self.warnings.push(format!(
-                    "tuning table {path} is not used: {error}; run `crossweft tune` again"
+                    "tuning table {path} is not used: {why}; run `crossweft tune` again"
                 ));
-                self.source =
-                    format!("the shipped rule (tuning table {path} is not used: {error})");
+                self.source = format!("the shipped rule (tuning table {path} is not used: {why})");
             }
         }
     }
@@ -177,7 +181,7 @@ impl Selection {
     pub(crate) fn tuned(&mut self, table: TuningTable, path: Option<&Path>) {
         self.source = match path {
             Some(path) => format!("tuning table {}", path.display()),
-            None => "a tuning table that was not written".to_owned(),
+            None => "a tuning table of no file".to_owned(),
         };
         self.table = Some(Arc::new(table));
     }
@@ -188,16 +192,26 @@ impl Selection {
         choose(request, &self.registry, self.table())
     }
 
-    /// What the environment of every rank says, which must be the same. Collective; blocks.
+    /// What the environment of every rank says of plans, which must be the same, and that of rank 0 of a tuning table, which
+    /// all take from it: a table that is replaced meanwhile cannot be another on another rank. Collective; blocks.
     pub(crate) fn of_job(endpoint: &Endpoint, deadline: Instant) -> Result<Self, CollectiveError> {
         let group = endpoint.group();
         let own = of_rank(endpoint.device(), endpoint.cores(), group.local_size());
         let own = endpoint.settle(own.map_err(CollectiveError::from), READING, deadline, wrap)?;
         let ranks = endpoint.exchange(&own, READING, deadline)?;
-        let fingerprint = Fingerprint::of_ranks(ranks);
-        let selection = Self::from_environment(fingerprint, endpoint.world_size());
-        let selection = selection.map_err(CollectiveError::from);
-        let selection = endpoint.settle(selection, READING, deadline, wrap)?;
+        let (fingerprint, world_size) = (Fingerprint::of_ranks(ranks), endpoint.world_size());
+        let variable = |name: &str| std::env::var_os(name);
+        let registry = Registry::from_environment(variable).map_err(CollectiveError::from);
+        let registry = endpoint.settle(registry, READING, deadline, wrap)?;
+        let found = match endpoint.rank() {
+            0 => Found::look(&fingerprint, world_size, variable),
+            _ => Found::Nothing { why: String::new() },
+        };
+        let mut found = endpoint.exchange(&found, READING, deadline)?;
+        let mut selection = Self::shipped(fingerprint, world_size);
+        selection.registry = registry;
+        selection.is_deterministic = is_deterministic(variable);
+        selection.choose_by(found.swap_remove(0));
         selection.agree(endpoint, deadline)?;
         let warn = |warning| tracing::warn!("{warning}");
         if endpoint.rank() == 0 {
@@ -285,6 +299,52 @@ impl Selection {
         };
         keys.iter().map(of).collect()
     }
+}
+
+/// What there is of a tuning table.
+#[derive(Debug, Serialize, Deserialize)]
+enum Found {
+    /// None, and why.
+    Nothing { why: String },
+    /// One that cannot be read.
+    Unreadable { path: String, why: String },
+    /// What a file holds.
+    File { path: String, text: Vec<u8> },
+}
+
+impl Found {
+    /// Of that hardware, in an environment that `variable` gives.
+    fn look(
+        fingerprint: &Fingerprint,
+        world_size: u32,
+        variable: impl Fn(&str) -> Option<OsString>,
+    ) -> Self {
+        if variable(TUNING_VARIABLE).is_some_and(|value| value == "off") {
+            let why = format!("{TUNING_VARIABLE}=off");
+            return Self::Nothing { why };
+        }
+        let cache = Cache::decide(&variable);
+        let Some(directory) = cache.directory() else {
+            let why = "no cache folder".to_owned();
+            return Self::Nothing { why };
+        };
+        let path = directory.join(TuningTable::file_name(fingerprint, world_size));
+        let path = path.display().to_string();
+        match TuningTable::read(&cache, fingerprint, world_size) {
+            Ok(Some(text)) => Self::File { path, text },
+            Ok(None) => Self::Nothing {
+                why: format!("there is no tuning table {path}"),
+            },
+            Err(error) => Self::Unreadable {
+                path,
+                why: error.to_string(),
+            },
+        }
+    }
+}
+
+fn is_deterministic(variable: impl Fn(&str) -> Option<OsString>) -> bool {
+    variable(DETERMINISTIC_VARIABLE).is_some_and(|value| value == "1")
 }
 
 const READING: &str = "reading plans and tuning tables";
@@ -419,21 +479,19 @@ fn plans_differ(all: &[BTreeMap<String, String>]) -> Option<CollectiveError> {
     Some(CollectiveError::PlansDiffer { has, plan, has_not })
 }
 
-/// Makes sure that every rank has made the same choices for the same `request`, while doing `what`. What requests differ
-/// in, the plans' own preparing says. Collective.
+/// Makes sure that every rank has made the same choices for what they have agreed to ask for, `described`, while doing
+/// `what`. Collective.
 pub(crate) fn agree_on_choices(
     endpoint: &Endpoint,
-    [request, described, what]: [&str; 3],
+    (described, what): (&str, &str),
     selector: &Selector,
     source: &str,
     deadline: Instant,
 ) -> Result<(), CollectiveError> {
     let (choices, otherwise) = selector.all().split_at(selector.choices().len());
     let kinds = [bands(choices), bands(otherwise)];
-    let own = (request.to_owned(), digest(&kinds));
-    let all: Vec<(String, String)> = endpoint.exchange(&own, what, deadline)?;
-    let same_request = all.iter().all(|(theirs, _)| *theirs == all[0].0);
-    if !same_request || all.iter().all(|(_, theirs)| *theirs == all[0].1) {
+    let all: Vec<String> = endpoint.exchange(&digest(&kinds), what, deadline)?;
+    if all.iter().all(|theirs| *theirs == all[0]) {
         return Ok(());
     }
     let own = (kinds, source.to_owned());
@@ -468,14 +526,10 @@ mod tests {
                 2 => Selector::forced(Algorithm::Ring, all_reduce, 3, most),
                 _ => Selector::new(all_reduce, 3, place, most),
             };
-            let say = |request| {
-                let (words, source) = ([request, "all-reduce", "preparing"], "a test");
-                let (endpoint, deadline) = (communicator.endpoint(), communicator.deadline());
-                agree_on_choices(endpoint, words, &selector, source, deadline)
-            };
-            // Other requests are another matter.
-            say(["one", "one", "another"][communicator.rank() as usize])?;
-            Ok(say("one").unwrap_err().to_string())
+            let (endpoint, deadline) = (communicator.endpoint(), communicator.deadline());
+            let words = ("all-reduce", "preparing");
+            let agreed = agree_on_choices(endpoint, words, &selector, "a test", deadline);
+            Ok(agreed.unwrap_err().to_string())
         })
         .unwrap();
         for error in errors {

@@ -29,6 +29,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::algorithm::Algorithm;
 use crate::candidate::{Candidate, DeviceKind, Request, collective_named};
+use crate::choose::LARGEST as LARGEST_MESSAGE;
 use crate::fingerprint::Fingerprint;
 use crate::registry::Registry;
 use crate::selector::Place;
@@ -36,7 +37,7 @@ use crate::selector::Place;
 const FORMAT: &str = "crossweft-tuning";
 const VERSION: u32 = 1;
 /// More than any table has.
-const LARGEST: usize = 16 << 20;
+const LARGEST: usize = 8 << 20;
 /// The version whose tables are believed: another one may have other kernels.
 pub(crate) const LIBRARY: &str = env!("CARGO_PKG_VERSION");
 
@@ -202,7 +203,7 @@ pub(crate) fn request(
         place,
         in_place: None,
         device,
-        max_bytes: 1 << 40,
+        max_bytes: LARGEST_MESSAGE,
         deterministic: false,
     })
 }
@@ -235,13 +236,33 @@ impl TuningTable {
         fingerprint: &Fingerprint,
         world_size: u32,
     ) -> Result<Option<Self>, TableError> {
+        let text = Self::read(cache, fingerprint, world_size)?;
+        text.map(|text| Self::of_text(&text, fingerprint, world_size))
+            .transpose()
+    }
+
+    /// The text of that table, if a cache has one, not looked at.
+    pub(crate) fn read(
+        cache: &Cache,
+        fingerprint: &Fingerprint,
+        world_size: u32,
+    ) -> Result<Option<Vec<u8>>, TableError> {
         let text = cache.file(&Self::file_name(fingerprint, world_size))?;
-        let Some(text) = text else {
-            return Ok(None);
-        };
-        let table = Self::from_json(&text)?;
+        match text {
+            Some(text) if text.len() > LARGEST => Err(too_large()),
+            text => Ok(text),
+        }
+    }
+
+    /// The table of that text, which must be of this hardware and version.
+    pub(crate) fn of_text(
+        text: &[u8],
+        fingerprint: &Fingerprint,
+        world_size: u32,
+    ) -> Result<Self, TableError> {
+        let table = Self::from_json(text)?;
         match (&table.fingerprint, table.world_size) == (fingerprint, world_size) {
-            true => Ok(Some(table)),
+            true => Ok(table),
             false => Err(TableError::Hardware),
         }
     }
@@ -260,7 +281,7 @@ impl TuningTable {
         }
         let format = |reason: String| TableError::Format { reason };
         if text.len() > LARGEST {
-            return Err(format(format!("it has more than {LARGEST} bytes")));
+            return Err(too_large());
         }
         let json = |error: serde_json::Error| format(error.to_string());
         let head: Head = serde_json::from_slice(text).map_err(json)?;
@@ -320,6 +341,18 @@ impl TuningTable {
         text
     }
 
+    /// The hardware that it was measured on.
+    #[must_use]
+    pub fn fingerprint(&self) -> &Fingerprint {
+        &self.fingerprint
+    }
+
+    /// The number of ranks that it was measured with.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.world_size
+    }
+
     /// What it holds.
     #[must_use]
     pub fn measurements(&self) -> &[Measurements] {
@@ -375,6 +408,12 @@ impl TuningTable {
         }
         changed.dedup();
         changed
+    }
+}
+
+fn too_large() -> TableError {
+    TableError::Format {
+        reason: format!("it has more than {LARGEST} bytes"),
     }
 }
 

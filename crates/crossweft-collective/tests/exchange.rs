@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use common::{Footprint, Ranks};
 use crossweft_collective::{
-    Algorithm, AllReduceOptions, Blocks, CollectiveError, Communicator, CommunicatorOptions,
-    DataType, Exchange, ExchangeError, ExchangeOptions, ReduceOp, SymmetricBuffer, run_in_threads,
+    Algorithm, AllReduceOptions, Blocks, CollectiveError, CollectiveOptions, Communicator,
+    CommunicatorOptions, Counts, DataType, Exchange, ExchangeError, ExchangeOptions, ReduceOp,
+    SymmetricBuffer, run_in_threads,
 };
 use crossweft_net::{Group, JoinOptions, Rendezvous, RendezvousOptions, UniqueId};
 use crossweft_verify::{Pattern, fill, reference_all_reduce};
@@ -483,6 +484,71 @@ fn all_to_all_v_moves_every_block_to_its_place_and_touches_nothing_else() {
     }
 }
 
+/// Counts and displacements that no list of the host ever holds: the output of one call is where the next one looks.
+#[test]
+fn blocks_are_where_memory_says_when_the_call_begins() {
+    for ranks in [1, 2, 5] {
+        job(ranks, 60, |communicator| {
+            let exchange = usual(communicator)?;
+            let rank = communicator.rank();
+            let table = 8 * u64::from(ranks);
+            let sent = communicator.allocate(table)?;
+            let received = communicator.allocate(table + 8)?;
+            let swap = CollectiveOptions::copies(DataType::U64, 8).symmetric(&sent, &received);
+            let swap = communicator.all_to_all(swap)?;
+            let device = communicator.device();
+            let starts = device.allocate(2 * table + 24)?;
+            let count = |round: u64, from: u32, to: u32| {
+                (round * 7 + u64::from(from) * 3 + u64::from(to) * 5) % 11
+            };
+            let (packed, scattered) = (
+                Blocks::packed(Counts::symmetric(&sent, 0)),
+                // Backwards, with a gap behind each.
+                Blocks::at(
+                    Counts::symmetric(&received, 0),
+                    Counts::in_memory(&starts, 24),
+                ),
+            );
+            for round in 0..20 {
+                for peer in 0..ranks {
+                    let here = u64::from(peer) * 8;
+                    sent.write(here, &count(round, rank, peer).to_ne_bytes())?;
+                    let start = u64::from(ranks - 1 - peer) * 12;
+                    starts.write(24 + here, &start.to_ne_bytes())?;
+                }
+                swap.run_symmetric(0, 0, 8)?;
+                let blocks = (0..ranks)
+                    .map(|peer| content(round, rank, peer, count(round, rank, peer) as usize * 2));
+                let input: Vec<u8> = blocks.flatten().collect();
+                let mut output = vec![0xa5; ranks as usize * 24];
+                exchange.all_to_all_v(DataType::F16, (&input, packed), (&mut output, scattered))?;
+                for (peer, got) in (0..ranks).rev().zip(output.chunks(24)) {
+                    let bytes = count(round, peer, rank) as usize * 2;
+                    assert!(got[..bytes] == content(round, peer, rank, bytes));
+                    assert!(got[bytes..].iter().all(|byte| *byte == 0xa5));
+                }
+            }
+            // Beyond their memory, and blocks beyond the buffer.
+            let mut output = vec![0; 64];
+            let beyond = Blocks::packed(Counts::symmetric(&received, 9));
+            let error = exchange.all_gather_v(DataType::U8, &[], (&mut output, beyond));
+            assert_words(
+                &error.unwrap_err(),
+                &["all-gather-v: counts", "at byte 9 lie outside"],
+            );
+            received.write(0, &65_u64.to_ne_bytes())?;
+            let beyond = Blocks::packed(Counts::symmetric(&received, 0));
+            let error = exchange.all_gather_v(DataType::U8, &[], (&mut output, beyond));
+            assert_words(
+                &error.unwrap_err(),
+                &["the block of rank 0, 65 elements", "outside"],
+            );
+            communicator.barrier()
+        })
+        .unwrap();
+    }
+}
+
 #[test]
 fn gathers_and_scatters_of_any_counts() {
     for ranks in 1..=4 {
@@ -941,8 +1007,59 @@ fn a_message_whose_sender_gave_up_is_not_received_from_a_buffer_that_is_in_use_a
     })
     .unwrap();
     assert!(errors[0].is_lost_peer_or_timeout());
-    let words = "the exchange has failed on rank 0, which says why";
+    let words = "rank 0 has given up the exchange, and says why";
     assert_words(&errors[1], &["rank 1: receive 0 of the group", words]);
+    assert!(errors[1].is_lost_peer_or_timeout());
+}
+
+#[test]
+fn peers_of_a_rank_that_gave_up_do_not_wait_for_their_own_deadline() {
+    use crossweft_executor::{Destination, Kind, Purpose, Source};
+    const LONG: u64 = 120;
+    let kind = Kind {
+        dtype: DataType::U8,
+        purpose: Purpose::Message,
+    };
+    let started = Instant::now();
+    let errors = job(4, LONG, |communicator| {
+        let rank = communicator.rank();
+        let limit = Duration::from_secs(if rank == 0 { 1 } else { LONG });
+        let options = crossweft_executor::ExchangeOptions::new(limit);
+        let deadline = Instant::now() + Duration::from_secs(LONG);
+        let exchange =
+            crossweft_executor::Exchange::prepare(communicator.endpoint(), options, deadline)?;
+        let mut messages = exchange.messages();
+        let (mut got, large) = ([0; 8], vec![0; 40 * SLOT]);
+        let error = match rank {
+            // Rank 3 sends nothing.
+            0 => messages
+                .receive(3, kind, Destination::Slice(&mut got))
+                .run(),
+            1 => messages
+                .receive(0, kind, Destination::Slice(&mut got))
+                .run(),
+            // More than slots hold, to one that waits for another.
+            2 => messages.send(1, kind, Source::Slice(&large)).run(),
+            _ => Ok(()),
+        };
+        communicator.barrier()?;
+        Ok(error.err().map(CollectiveError::from))
+    })
+    .unwrap();
+    assert!(started.elapsed() < Duration::from_secs(LONG / 2));
+    let error = |rank: usize| errors[rank].as_ref().unwrap();
+    assert_words(error(0), &["rank 0", "a message from rank 3", "1s"]);
+    assert_words(error(1), &["rank 1", "rank 0 has given up the exchange"]);
+    assert_words(error(2), &["rank 2", "rank 1 has given up the exchange"]);
+    assert!((0..3).all(|rank| error(rank).is_lost_peer_or_timeout()));
+    assert!(matches!(
+        error(2),
+        CollectiveError::Exchange(ExchangeError::PeerGaveUp {
+            rank: 2,
+            peer: 1,
+            ..
+        })
+    ));
 }
 
 #[test]

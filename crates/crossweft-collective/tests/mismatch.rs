@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crossweft_collective::{
     Algorithm, AllReduceOptions, Collective, CollectiveError, CollectiveOptions, Communicator,
-    CommunicatorOptions, DataType, ReduceOp, run_in_threads,
+    CommunicatorOptions, DataType, Memory, ReduceOp, Scalar, run_in_threads,
 };
 
 const RANKS: u32 = 3;
@@ -122,15 +122,86 @@ fn another_collective_or_root_is_named_when_it_is_prepared() {
                 .to_string())
         });
         for error in errors {
-            let name = format!("`{} one-shot`", collective.name());
-            assert_words(&error, &["ranks disagree", &name, "`one-shot`"]);
+            let words = ["ranks disagree", "all-reduce of 2 ranks", collective.name()];
+            assert_words(&error, &words);
         }
     }
     let errors = errors_of_two(|communicator| {
         let prepared = communicator.broadcast(communicator.rank(), options());
         Ok(prepared.unwrap_err().to_string())
     });
-    assert_words(&errors[0], &["ranks disagree", "`broadcast one-shot`"]);
+    for error in errors {
+        assert_words(&error, &["ranks disagree", "root 0", "root 1"]);
+    }
+}
+
+/// Whatever ranks ask for differently when a collective is prepared, each hears of, with both sides' words, and the job goes
+/// on.
+#[test]
+fn any_difference_between_requests_is_named_on_all_ranks() {
+    type Change = fn(&mut CollectiveOptions);
+    let usual = "up to 512 B";
+    let cases: [(Change, &str, &str); 9] = [
+        (|o| o.dtype = DataType::Bf16, "bf16 sum", "f32 sum"),
+        (|o| o.op = ReduceOp::Max, "f32 max", "f32 sum"),
+        // The first plan of both is the same; one has more of them.
+        (|o| o.max_bytes = 1 << 20, "up to 1048576 B", usual),
+        (
+            |o| o.memory = Memory::Private,
+            "private buffers",
+            "one symmetric buffer",
+        ),
+        (|o| o.in_place = Some(true), ", in place", usual),
+        (
+            |o| o.algorithm = Some(Algorithm::Ring),
+            ", algorithm ring",
+            usual,
+        ),
+        // It cannot be prepared at all, which only one rank could have known.
+        (
+            |o| (o.memory, o.algorithm) = (Memory::Private, Some(Algorithm::TwoShot)),
+            "private buffers, up to 512 B, algorithm two-shot",
+            "one symmetric buffer",
+        ),
+        (|o| o.blocks = Some(2), ", 2 thread blocks", usual),
+        (
+            |o| o.pre_multiply = Scalar::new(DataType::F32, 2.0),
+            ", pre-multiplied",
+            usual,
+        ),
+    ];
+    for odd in [0, 2] {
+        errors(|communicator| {
+            let rank = communicator.rank();
+            let buffer = communicator.allocate(1 << 20)?;
+            let usual = CollectiveOptions::new(DataType::F32, ReduceOp::Sum, 512)
+                .symmetric(&buffer, &buffer);
+            for (change, theirs, ours) in cases {
+                let mut options = usual.clone();
+                if rank == odd {
+                    change(&mut options);
+                }
+                let error = communicator.all_reduce(options).unwrap_err().to_string();
+                let odd = format!("rank {odd} says all-reduce of 3 ranks");
+                assert_words(&error, &["ranks disagree", theirs, ours, &odd]);
+            }
+            // Scalars where nothing is summed, on one rank alone.
+            let mut options = usual.clone();
+            if rank == odd {
+                options.pre_multiply = Scalar::new(DataType::F32, 2.0);
+            }
+            let error = communicator.all_gather(options).unwrap_err().to_string();
+            assert_words(&error, &["ranks disagree", ", pre-multiplied"]);
+            let all_reduce = communicator.all_reduce(usual)?;
+            buffer.write(0, &1.0_f32.to_ne_bytes())?;
+            communicator.barrier()?;
+            all_reduce.run_symmetric(0, 0, 4)?;
+            let mut sum = [0; 4];
+            buffer.read(0, &mut sum)?;
+            assert_eq!(f32::from_ne_bytes(sum), RANKS as f32);
+            Ok(String::new())
+        });
+    }
 }
 
 #[test]

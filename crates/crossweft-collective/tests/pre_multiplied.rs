@@ -269,5 +269,5 @@ fn what_does_not_fit_is_said() {
         Ok(communicator.all_reduce(options).unwrap_err().to_string())
     });
     let error = errors.remove(0);
-    assert!(error.contains("pre-multiplied sum"), "{error}");
+    assert!(error.contains("up to 64 B, pre-multiplied"), "{error}");
 }

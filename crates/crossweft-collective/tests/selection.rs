@@ -450,6 +450,91 @@ fn what_was_measured_is_chosen_and_neighbours_are_one() {
     assert!(selection.source().contains("CROSSWEFT_TUNING=off"));
 }
 
+/// splitmix64: the same numbers on every run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % limit
+    }
+}
+
+#[test]
+fn a_size_takes_the_same_however_large_the_messages_are_that_it_was_prepared_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut random = Random(7);
+    let mut picky = mine();
+    "picky".clone_into(&mut picky.name);
+    picky.equal_chunks = true;
+    picky.message_bytes = (300, 100_000);
+    for round in 0..60 {
+        // Times of any order, sizes of any distance, some not measured.
+        let mut sizes: Vec<u64> = (0..random.below(8))
+            .map(|_| random.below(1 << 21))
+            .collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        let times: Vec<Vec<f64>> = sizes
+            .iter()
+            .map(|_| (0..3).map(|_| 1.0 + random.below(9) as f64).collect())
+            .collect();
+        let rows: Vec<(u64, &[f64])> = sizes
+            .iter()
+            .copied()
+            .zip(times.iter().map(|t| &**t))
+            .collect();
+        let text = write_table(folder.path(), &Fingerprint::unknown(), &built_in(), &rows);
+        let table = TuningTable::from_json(text.as_bytes()).unwrap();
+        let mut selection = Selection::of_table(table);
+        if round % 3 != 0 {
+            selection.registry_mut().register(mine(), "here").unwrap();
+        }
+        if round % 3 == 2 {
+            selection
+                .registry_mut()
+                .register(picky.clone(), "here")
+                .unwrap();
+        }
+        let places = [Place::Private, Place::Symmetric, Place::OneSymmetric];
+        let of = |max_bytes| Request {
+            max_bytes,
+            in_place: Some(false),
+            device: [DeviceKind::Cpu, DeviceKind::Cuda][round / 2 % 2],
+            ..request(places[round % 3])
+        };
+        let name = |request: &Request, bytes| {
+            let selector = selection.select(request);
+            let choice = &selector.all()[selector.select(bytes)];
+            assert!(bytes <= choice.up_to);
+            (choice.algorithm.to_string(), choice.blocks)
+        };
+        let whole = of(1 << 30);
+        for _ in 0..20 {
+            let [low, high] = [random.below(23), random.below(23)];
+            let bytes = random.below(1 << low);
+            let max_bytes = bytes + random.below(1 << high);
+            let small = of(max_bytes);
+            let selector = selection.select(&small);
+            let choices = selector.choices();
+            assert!(choices.is_sorted_by(|a, b| a.up_to < b.up_to), "{selector}");
+            assert_eq!(choices.last().unwrap().up_to, max_bytes);
+            assert!(selector.all().iter().all(|c| c.piece <= c.up_to));
+            let expected = name(&whole, bytes);
+            assert_eq!(
+                name(&small, bytes),
+                expected,
+                "{bytes} of {max_bytes}: {text}"
+            );
+            let explained = Explanation::new(&of(bytes), bytes, &selection);
+            assert_eq!(explained.chosen, expected.0);
+        }
+    }
+}
+
 #[test]
 fn a_table_that_is_not_to_be_used_is_named_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();

@@ -14,7 +14,8 @@
 //! A message takes as many slots as its payload needs, at least one. One whose sender's buffer can be
 //! reached by the receiver may be *offered* instead: its only slot says where it lies, the receiver copies it
 //! from there and then returns the slot, which completes the send. A sender whose launch has failed before
-//! [withdraws](withdraw) its offers, for it gives the buffer back; the receiver looks for that after the copy.
+//! [withdraws](withdraw) its offers, for it gives the buffer back; the receiver looks for that after the copy. A rank that
+//! has waited too long [gives up](give_up): whoever waits for it hears that nothing more will come.
 //!
 //! Messages of a pair match in order. The transfers of a launch to, or from, one peer form a *chain*, of which
 //! one at a time is under way; [`run_block`] goes round the chains and does what can be done, so nothing
@@ -50,6 +51,8 @@ const WITHDRAWN: u64 = 48;
 const FAILED: u64 = 1;
 /// Status towards the sender of the message that made it fail.
 const REFUSED: u64 = 2;
+/// Status of a rank whose launch was ended by something else: it waited too long, or lost a peer.
+pub const GAVE_UP: u64 = 3;
 
 /// Bytes of an offered message that are copied before others get their turn.
 const PULL: u64 = 1 << 20;
@@ -323,12 +326,28 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
 /// # Safety
 /// The exchange must be prepared, and none of its launches under way on this rank.
 pub unsafe fn withdraw<M: Memory>(memory: &M, exchange: &Exchange) {
+    // SAFETY: the caller's promise.
+    unsafe { report(memory, exchange, WITHDRAWN, 1) };
+}
+
+/// After a launch that has ended because it took too long, or lost a peer that left: tells all peers that nothing more
+/// will come from this rank.
+///
+/// # Safety
+/// As for [`withdraw`].
+pub unsafe fn give_up<M: Memory>(memory: &M, exchange: &Exchange) {
+    // SAFETY: the caller's promise.
+    unsafe { report(memory, exchange, STATUS, GAVE_UP) };
+}
+
+/// Stores a word of every line on which this rank reports.
+unsafe fn report<M: Memory>(memory: &M, exchange: &Exchange, word: u64, value: u64) {
     let size = size_of::<Streams>() as u64;
     for peer in 0..u64::from(exchange.ranks) {
         // SAFETY: the table has an entry for each rank, whose line is this rank's to write.
         unsafe {
             let streams: Streams = memory.read(exchange.streams + peer * size);
-            memory.store_release(streams.incoming.reports + WITHDRAWN, 1);
+            memory.store_release(streams.incoming.reports + word, value);
         }
     }
 }
@@ -679,12 +698,12 @@ impl<B: Block> Engine<'_, B> {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        unsafe { self.tell_failed(transfer.peer) };
+        unsafe { self.tell_others(transfer.peer, GAVE_UP) };
         Err(self.block.refuse(&Waiting {
             site: site(WaitKind::Failed, transfer.peer, transfer.op),
             spins: 0,
             expected: 0,
-            seen: withdrawn,
+            seen: GAVE_UP,
         }))
     }
 
@@ -886,10 +905,12 @@ impl<B: Block> Engine<'_, B> {
         // SAFETY: words of the line.
         let word = |at: u64| unsafe { memory.load(reports + at) };
         // SAFETY: as above. Acquired: the words before it are there.
-        let kind = match unsafe { memory.load_acquire(reports + STATUS) } {
+        let status = unsafe { memory.load_acquire(reports + STATUS) };
+        let (kind, reason) = match status {
             0 => return Ok(()),
-            REFUSED => WaitKind::Envelope,
-            _ => WaitKind::Failed,
+            REFUSED => (WaitKind::Envelope, FAILED),
+            GAVE_UP => (WaitKind::Failed, GAVE_UP),
+            _ => (WaitKind::Failed, FAILED),
         };
         let envelope = |at| Envelope {
             bytes: word(at),
@@ -906,13 +927,14 @@ impl<B: Block> Engine<'_, B> {
             if kind == WaitKind::Envelope {
                 memory.write(self.exchange.fault, fault);
             }
-            self.tell_failed(peer);
+            self.tell_others(peer, reason);
         }
+        let is_refused = kind == WaitKind::Envelope;
         Err(self.block.refuse(&Waiting {
             site: site(kind, peer, transfer.op),
             spins: 0,
-            expected: fault.wanted.bytes,
-            seen: fault.sent.bytes,
+            expected: if is_refused { fault.wanted.bytes } else { 0 },
+            seen: if is_refused { fault.sent.bytes } else { reason },
         }))
     }
 
@@ -938,7 +960,7 @@ impl<B: Block> Engine<'_, B> {
             }
             memory.store_release(line + STATUS, REFUSED);
             self.block.wake(peer);
-            self.tell_failed(peer);
+            self.tell_others(peer, FAILED);
         }
         self.block.refuse(&Waiting {
             site: site(WaitKind::Envelope, peer, transfer.op),
@@ -948,15 +970,15 @@ impl<B: Block> Engine<'_, B> {
         })
     }
 
-    /// Tells all other ranks but `except` that nothing more will come from this one.
-    unsafe fn tell_failed(&self, except: u32) {
+    /// Tells all other ranks but `except` that nothing more will come from this one, and of which kind the reason is.
+    unsafe fn tell_others(&self, except: u32, status: u64) {
         let mut peer = 0;
         while peer < self.exchange.ranks {
             if peer != except && peer != self.exchange.rank {
                 // SAFETY: the line is this rank's to write.
                 unsafe {
                     let [_, line] = self.lines(peer);
-                    self.block.memory().store_release(line + STATUS, FAILED);
+                    self.block.memory().store_release(line + STATUS, status);
                 }
                 self.block.wake(peer);
             }

@@ -14,8 +14,8 @@ use crossweft_channel::{
     ChannelError, Endpoint, Guard, Image, ImageBuilder, RegisteredMemory, StopCause,
 };
 use crossweft_device::exchange::{
-    Direction, Envelope, Exchange as Program, Fault, Incoming, LINE, Mapped, NO_MEMORY, NONE,
-    Outgoing, State, Streams, Transfer, Transfers, run_block, withdraw,
+    Direction, Envelope, Exchange as Program, Fault, GAVE_UP, Incoming, LINE, Mapped, NO_MEMORY,
+    NONE, Outgoing, State, Streams, Transfer, Transfers, give_up, run_block, withdraw,
 };
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, Memory as _, Raw, ReduceOp, Stopped, WaitKind};
@@ -181,10 +181,19 @@ pub enum ExchangeError {
         /// What was asked for, in words.
         wanted: String,
     },
-    /// A rank that this one waits for has met messages that do not match, or has given up before its message was
-    /// copied.
+    /// A rank that this one waits for has met messages that do not match.
     #[error("rank {rank}: {call}: the exchange has failed on rank {peer}, which says why")]
     PeerFailed {
+        /// This rank.
+        rank: u32,
+        /// That rank.
+        peer: u32,
+        /// The send or receive that waited.
+        call: String,
+    },
+    /// A rank that this one waits for has given up: it had waited too long itself, or lost a peer.
+    #[error("rank {rank}: {call}: rank {peer} has given up the exchange, and says why")]
+    PeerGaveUp {
         /// This rank.
         rank: u32,
         /// That rank.
@@ -676,7 +685,15 @@ impl Exchange {
             unsafe { withdraw(&Raw, &self.program) };
             // Only then may the caller write to what was offered.
             fence(Ordering::SeqCst);
-            self.explain(&interrupted, requests, &guard)
+            let error = self.explain(&interrupted, requests, &guard);
+            // What ends the job everybody hears of, in better words.
+            if let ExchangeError::Interrupted { cause, .. } = &error
+                && !matches!(**cause, StopCause::Failure(_))
+            {
+                // SAFETY: as above.
+                unsafe { give_up(&Raw, &self.program) };
+            }
+            error
         })
     }
 
@@ -716,6 +733,9 @@ impl Exchange {
                     sent: words(&sent),
                     wanted: words(&wanted),
                 }
+            }
+            (Stopped::Mismatch, _) if waiting.seen == GAVE_UP => {
+                ExchangeError::PeerGaveUp { rank, peer, call }
             }
             (Stopped::Mismatch, _) => ExchangeError::PeerFailed { rank, peer, call },
             _ => ExchangeError::Interrupted {

@@ -188,7 +188,9 @@ fn exchange(error: &ExchangeError) -> Status {
         ExchangeError::Hal { source } => hal(source),
         ExchangeError::Usage { .. } | ExchangeError::Mismatch { .. } => Status::InvalidUsage,
         ExchangeError::Interrupted { cause, .. } => stop(cause),
-        ExchangeError::PeerFailed { .. } | ExchangeError::Poisoned { .. } => Status::RemoteError,
+        ExchangeError::PeerFailed { .. }
+        | ExchangeError::PeerGaveUp { .. }
+        | ExchangeError::Poisoned { .. } => Status::RemoteError,
         _ => Status::InternalError,
     }
 }

@@ -986,10 +986,10 @@ impl Communicator {
         &self,
         input: &Bound<'py, PyAny>,
         output: &Bound<'py, PyAny>,
-        send_counts: Vec<u64>,
-        recv_counts: Vec<u64>,
-        send_displacements: Option<Vec<u64>>,
-        recv_displacements: Option<Vec<u64>>,
+        #[pyo3(from_py_with = exchange::numbers)] send_counts: Vec<u64>,
+        #[pyo3(from_py_with = exchange::numbers)] recv_counts: Vec<u64>,
+        #[pyo3(from_py_with = exchange::optional_numbers)] send_displacements: Option<Vec<u64>>,
+        #[pyo3(from_py_with = exchange::optional_numbers)] recv_displacements: Option<Vec<u64>>,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let layout = |counts, displacements| Layout {
@@ -1009,8 +1009,8 @@ impl Communicator {
         &self,
         input: Option<&Bound<'py, PyAny>>,
         output: &Bound<'py, PyAny>,
-        counts: Vec<u64>,
-        displacements: Option<Vec<u64>>,
+        #[pyo3(from_py_with = exchange::numbers)] counts: Vec<u64>,
+        #[pyo3(from_py_with = exchange::optional_numbers)] displacements: Option<Vec<u64>>,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let layout = Layout {
@@ -1030,8 +1030,8 @@ impl Communicator {
         &self,
         input: &Bound<'py, PyAny>,
         output: &Bound<'py, PyAny>,
-        counts: Vec<u64>,
-        displacements: Option<Vec<u64>>,
+        #[pyo3(from_py_with = exchange::numbers)] counts: Vec<u64>,
+        #[pyo3(from_py_with = exchange::optional_numbers)] displacements: Option<Vec<u64>>,
         op: &str,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {

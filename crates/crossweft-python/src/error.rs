@@ -247,6 +247,9 @@ fn exchange(error: &ExchangeError, message: String, failure: Option<&Failure>) -
         | ExchangeError::PeerFailed { rank, peer, .. } => Exception::new("Mismatch", message)
             .number("rank", *rank)
             .number("peer", *peer),
+        ExchangeError::PeerGaveUp { rank, peer, .. } => Exception::new("PeerLost", message)
+            .number("rank", *rank)
+            .number("peer", *peer),
         ExchangeError::Poisoned { rank } => {
             Exception::new("Poisoned", message).number("rank", *rank)
         }

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use crossweft_collective::{Blocks, CollectiveError, Exchange, ReduceOp};
+use crossweft_collective::{Blocks, CollectiveError, DataType, Exchange, ReduceOp};
 use pyo3::prelude::*;
 
 use crate::communicator::Communicator;
@@ -171,6 +171,33 @@ impl MessageGroup {
 pub(crate) struct Layout {
     pub(crate) counts: Vec<u64>,
     pub(crate) displacements: Option<Vec<u64>>,
+}
+
+/// Counts, or displacements: a host tensor of 64-bit integers, as they are now, or any sequence.
+pub(crate) fn numbers(object: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    let Ok(tensor) = tensor(object, "counts", None) else {
+        return object.extract();
+    };
+    let is_signed = match tensor.dtype {
+        DataType::I64 => true,
+        DataType::U64 => false,
+        _ => return object.extract(),
+    };
+    // SAFETY: nobody writes them while this runs.
+    let words = unsafe { tensor.read() }.as_chunks().0;
+    let numbers: Vec<u64> = words.iter().copied().map(u64::from_ne_bytes).collect();
+    match numbers.iter().find(|n| is_signed && n.cast_signed() < 0) {
+        None => Ok(numbers),
+        Some(negative) => Err(Exception::tensor(format!(
+            "a block of {} elements",
+            negative.cast_signed()
+        ))),
+    }
+}
+
+/// [`numbers`], if there are any.
+pub(crate) fn optional_numbers(object: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u64>>> {
+    (!object.is_none()).then(|| numbers(object)).transpose()
 }
 
 impl Layout {

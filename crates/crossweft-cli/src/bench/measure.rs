@@ -4,25 +4,22 @@
 //! timed call the input is written anew (clean inputs would flatter zero copy), then a tiny
 //! all-reduce lines the ranks up. A call takes as long as it takes the slowest rank.
 
-use std::io::IsTerminal;
-use std::ops::Range;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Blocks, Collective, CollectiveError, CollectiveOptions, Communicator, DataType, Exchange,
-    ExchangeOptions, PreparedCollective, ReduceOp, SymmetricBuffer,
+    Collective, CollectiveError, CollectiveOptions, Communicator, DataType, Exchange,
+    ExchangeOptions, PreparedCollective, ReduceOp,
 };
 use crossweft_hal as hal;
 use crossweft_verify::{Pattern, fingerprint};
-use indicatif::{ProgressBar, ProgressStyle};
 
-use super::options::Bench as Options;
-use super::plot;
-use super::report::{Header, Report, Row};
-use crate::values::Buffers;
+use super::fused::Fused;
+use super::memory::{Memory, Shape, Spans};
+use super::messages::Exchanged;
+use super::options::{Bench as Options, Kind, Timing};
+use super::printer::Printer;
+use super::report::{Header, Row, Times};
 use crate::verdict::TestData;
-use crate::{Format, print_line};
 
 /// Runs the benchmark as one rank. Rank 0 prints. Returns the number of wrong elements, the same on
 /// every rank.
@@ -40,32 +37,10 @@ pub(crate) fn run(
     let sizes = options.sizes(world_size);
     let max = sizes.iter().copied().max().unwrap_or(0) / options.blocks(world_size).2;
     let shape = Shape::new(options, rank, world_size);
-    let memory = Memory::new(options, communicator, &shape.spans(max))?;
+    let memory = Memory::new(options, communicator, &shape, max)?;
     // Where nothing is reduced, it does not matter.
     let op = options.op.map_or(ReduceOp::Sum, |operation| operation.op);
-    let calls = if options.messages {
-        let mut prepare = ExchangeOptions::default();
-        if let Memory::Symmetric { input, .. } = &memory {
-            prepare = prepare.symmetric(input);
-        }
-        vec![Call::Messages(communicator.exchange(&prepare)?)]
-    } else {
-        let mut prepare = CollectiveOptions::new(options.common.dtype, op, max);
-        prepare.pre_multiply = options.scalar().map_err(usage)?;
-        prepare.blocks = options.common.blocks;
-        prepare.in_place = Some(options.common.in_place);
-        if let Memory::Symmetric { input, output } = &memory {
-            prepare = prepare.symmetric(input, output);
-        }
-        let mut calls = Vec::new();
-        for algorithm in options.algorithms().map_err(usage)? {
-            let mut prepare = prepare.clone();
-            prepare.algorithm = algorithm;
-            let call = communicator.collective(options.collective, prepare)?;
-            calls.push(Call::Plans(call));
-        }
-        calls
-    };
+    let calls = calls(options, communicator, &memory, (&shape, max, op))?;
     let gate = communicator.all_reduce(CollectiveOptions::new(DataType::U64, ReduceOp::Sum, 8))?;
 
     let chosen = match calls.as_slice() {
@@ -112,6 +87,52 @@ enum Call {
     Plans(PreparedCollective),
     /// Sends and receives.
     Messages(Exchange),
+    /// An all-reduce with what follows it.
+    Fused(Box<Fused>),
+}
+
+/// Prepares what is measured, for messages of up to `max` bytes.
+fn calls(
+    options: &Options,
+    communicator: &Communicator,
+    memory: &Memory,
+    (shape, max, op): (&Shape, u64, ReduceOp),
+) -> Result<Vec<Call>, CollectiveError> {
+    let rank = communicator.rank();
+    let usage = |reason| CollectiveError::Usage { rank, reason };
+    let dtype = options.common.dtype;
+    match options.kind {
+        Kind::Messages => {
+            let mut prepare = ExchangeOptions::default();
+            if let Memory::Symmetric { input, .. } = memory {
+                prepare = prepare.symmetric(input);
+            }
+            Ok(vec![Call::Messages(communicator.exchange(&prepare)?)])
+        }
+        Kind::Fused(norm) => {
+            let (_, all) = shape.bytes(max);
+            let what = (dtype, norm, options.common.seed);
+            let fused = Fused::prepare(communicator, what, (max, all))?;
+            Ok(vec![Call::Fused(Box::new(fused))])
+        }
+        Kind::Plans => {
+            let mut prepare = CollectiveOptions::new(dtype, op, max);
+            prepare.pre_multiply = options.scalar().map_err(usage)?;
+            prepare.blocks = options.common.blocks;
+            prepare.in_place = Some(options.common.in_place);
+            if let Memory::Symmetric { input, output } = memory {
+                prepare = prepare.symmetric(input, output);
+            }
+            let mut calls = Vec::new();
+            for algorithm in options.algorithms().map_err(usage)? {
+                let mut prepare = prepare.clone();
+                prepare.algorithm = algorithm;
+                let call = communicator.collective(options.collective, prepare)?;
+                calls.push(Call::Plans(call));
+            }
+            Ok(calls)
+        }
+    }
 }
 
 impl Call {
@@ -121,6 +142,7 @@ impl Call {
             Self::Messages(_) => "messages of any size (through slots, or read by their receiver \
                                   where large and in symmetric memory)"
                 .to_owned(),
+            Self::Fused(call) => call.chosen(),
         }
     }
 
@@ -128,169 +150,8 @@ impl Call {
         match self {
             Self::Plans(call) => call.explain(message).algorithm.to_string(),
             Self::Messages(_) => "messages".to_owned(),
+            Self::Fused(call) => call.algorithm(message),
         }
-    }
-}
-
-/// Of how many messages input and output are, and how they lie in one buffer.
-struct Shape {
-    in_place: bool,
-    input: u64,
-    output: u64,
-    /// In place, the message that the input, or the output, begins with.
-    first: (u64, u64),
-}
-
-/// Where input and output of one call lie, in bytes of the input's buffer and of the output's.
-struct Spans {
-    input: Range<usize>,
-    output: Range<usize>,
-    /// The larger of both.
-    larger: usize,
-}
-
-impl Shape {
-    fn new(options: &Options, rank: u32, world_size: u32) -> Self {
-        let (input, output, _) = options.blocks(world_size);
-        let in_place = options.common.in_place;
-        let own = |is_own| match in_place && is_own {
-            true => u64::from(rank),
-            false => 0,
-        };
-        let (own_input, own_output) = options.collective.is_own_block();
-        Self {
-            in_place,
-            input,
-            output,
-            first: (own(own_input), own(own_output)),
-        }
-    }
-
-    fn spans(&self, message: u64) -> Spans {
-        let range = |first: u64, blocks: u64| {
-            (first * message) as usize..((first + blocks) * message) as usize
-        };
-        Spans {
-            input: range(self.first.0, self.input),
-            output: range(self.first.1, self.output),
-            larger: (self.input.max(self.output) * message) as usize,
-        }
-    }
-}
-
-/// The buffers under test.
-enum Memory {
-    Symmetric {
-        input: SymmetricBuffer,
-        output: SymmetricBuffer,
-    },
-    Private {
-        input: Vec<u8>,
-        output: Vec<u8>,
-    },
-    /// Private, on a GPU; in place both are one.
-    Device {
-        input: Box<hal::Memory>,
-        output: Option<Box<hal::Memory>>,
-    },
-}
-
-impl Memory {
-    /// For what lies there at most.
-    fn new(
-        options: &Options,
-        communicator: &Communicator,
-        spans: &Spans,
-    ) -> Result<Self, CollectiveError> {
-        let in_place = options.common.in_place;
-        let input = if in_place {
-            spans.larger
-        } else {
-            spans.input.len()
-        };
-        let output = spans.output.len();
-        match options.common.buffers {
-            Buffers::Symmetric => {
-                let input = communicator.allocate(input as u64)?;
-                let output = if in_place {
-                    input.clone()
-                } else {
-                    communicator.allocate(output as u64)?
-                };
-                Ok(Self::Symmetric { input, output })
-            }
-            Buffers::Private if !matches!(communicator.device(), hal::Device::Cpu) => {
-                let allocate = |bytes: usize| {
-                    let memory = communicator.device().allocate(bytes as u64);
-                    memory.map(Box::new)
-                };
-                Ok(Self::Device {
-                    input: allocate(input)?,
-                    output: match in_place {
-                        true => None,
-                        false => Some(allocate(output)?),
-                    },
-                })
-            }
-            Buffers::Private => {
-                let output = if in_place {
-                    Vec::new()
-                } else {
-                    vec![0; output]
-                };
-                Ok(Self::Private {
-                    input: vec![0; input],
-                    output,
-                })
-            }
-        }
-    }
-
-    /// Writes into the buffer that the input lies in.
-    fn write_input(&mut self, offset: usize, data: &[u8]) -> Result<(), CollectiveError> {
-        match self {
-            Self::Symmetric { input, .. } => input.write(offset as u64, data),
-            Self::Private { input, .. } => {
-                input[offset..offset + data.len()].copy_from_slice(data);
-                Ok(())
-            }
-            Self::Device { input, .. } => Ok(input.write(offset as u64, data)?),
-        }
-    }
-
-    /// Writes the input, and something else to where the output comes: a result left over from an earlier call must
-    /// not pass for a new one.
-    fn write(&mut self, data: &[u8], spans: &Spans, in_place: bool) -> Result<(), CollectiveError> {
-        let n = if in_place {
-            spans.larger
-        } else {
-            spans.output.len()
-        };
-        let junk = vec![0xa5; n];
-        match self {
-            _ if in_place => self.write_input(0, &junk)?,
-            Self::Symmetric { output, .. } => output.write(0, &junk)?,
-            Self::Private { output, .. } => output[..n].copy_from_slice(&junk),
-            Self::Device { output, .. } => output
-                .iter()
-                .try_for_each(|output| output.write(0, &junk))?,
-        }
-        self.write_input(spans.input.start, data)
-    }
-
-    fn read(&self, spans: &Spans, in_place: bool) -> Result<Vec<u8>, CollectiveError> {
-        let place = spans.output.clone();
-        let mut result = vec![0; place.len()];
-        match self {
-            Self::Symmetric { output, .. } => output.read(place.start as u64, &mut result)?,
-            Self::Private { input, .. } if in_place => result.copy_from_slice(&input[place]),
-            Self::Private { output, .. } => result.copy_from_slice(&output[place]),
-            Self::Device { input, output } => {
-                let memory = output.as_ref().unwrap_or(input);
-                memory.read(place.start as u64, &mut result)?;
-            }
-        }
-        Ok(result)
     }
 }
 
@@ -312,19 +173,43 @@ struct Bench<'a> {
     gate_memory: Option<hal::Memory>,
 }
 
+/// Calls in a graph: times by the host's clock and by the device's, in microseconds a call.
+#[derive(Default)]
+struct InGraph {
+    host: Vec<f64>,
+    device: Vec<f64>,
+}
+
 impl<'a> Bench<'a> {
     /// Measures messages such that the larger of input and output has `bytes` bytes.
     fn size(&mut self, bytes: u64) -> Result<Row, CollectiveError> {
         let world_size = self.communicator.world_size();
         let message = bytes / self.options.blocks(world_size).2;
         let mut wrong = 0;
-        for pattern in [Pattern::Random, Pattern::Exact] {
-            wrong += self.check(pattern, message)?;
+        // The first and the last of the pairs that take turns.
+        for (pattern, turn) in [(Pattern::Random, 0), (Pattern::Exact, self.shape.pairs - 1)] {
+            wrong += self.check(pattern, message, turn)?;
         }
-        let times = self.time(bytes, message)?;
-        let (times, wrong) = self.gather(&times, wrong)?;
-        let graph = self.time_in_graph(message)?;
-        let (graph, _) = self.gather(&graph, 0)?;
+        let timing = self.options.timing();
+        let calls = match timing {
+            Timing::Both | Timing::Eager => self.time(bytes, message)?,
+            Timing::Graph | Timing::Device => Vec::new(),
+        };
+        let (calls, wrong) = self.gather(&calls, wrong)?;
+        let graph = match timing {
+            Timing::Eager => InGraph::default(),
+            _ => self.time_in_graph(message)?,
+        };
+        let (host, _) = self.gather(&graph.host, 0)?;
+        let (device, _) = self.gather(&graph.device, 0)?;
+        let times = match timing {
+            Timing::Both | Timing::Eager => Times {
+                calls,
+                graph: device,
+            },
+            Timing::Graph => Times::of(host),
+            Timing::Device => Times::of(device),
+        };
         let algorithm = self.calls[self.current].algorithm(message);
         Ok(Row::new(
             self.options,
@@ -332,34 +217,40 @@ impl<'a> Bench<'a> {
             bytes,
             algorithm,
             times,
-            graph,
             wrong,
         ))
     }
 
-    /// The device's time of a call among many that were recorded into a graph, for each replay, in
-    /// microseconds; nothing on a CPU, or in private memory.
-    fn time_in_graph(&self, message: u64) -> Result<Vec<f64>, CollectiveError> {
+    /// Calls among many that were recorded into a graph, for each replay; nothing on a CPU, in private memory, or where
+    /// buffers take turns or ranks are late.
+    fn time_in_graph(&self, message: u64) -> Result<InGraph, CollectiveError> {
         const REPLAYS: usize = 11;
+        let common = &self.options.common;
+        let mut times = InGraph::default();
         let Call::Plans(call) = &self.calls[self.current] else {
-            return Ok(Vec::new());
+            return Ok(times);
         };
         if matches!(self.communicator.device(), hal::Device::Cpu)
             || !matches!(self.memory, Memory::Symmetric { .. })
             || message == 0
+            || common.rotate > 1
+            || common.skew > 0
         {
-            return Ok(Vec::new());
+            return Ok(times);
         }
         let calls = if message < 1 << 20 { 100 } else { 20 };
         let recorded = call.record_symmetric(0, 0, message, calls)?;
         let limit = self.communicator.timeout();
-        let mut times = Vec::new();
         for replay in 0..=REPLAYS {
             self.line_up()?;
+            let start = Instant::now();
             recorded.start(limit)?;
-            let time = recorded.finish(limit)?;
+            let device = recorded.finish(limit)?;
             if replay > 0 {
-                times.push(time.as_secs_f64() * 1e6);
+                // One more is launched ahead of the graph.
+                let host = start.elapsed().as_secs_f64() / f64::from(calls + 1);
+                times.host.push(host * 1e6);
+                times.device.push(device.as_secs_f64() * 1e6);
             }
         }
         Ok(times)
@@ -377,19 +268,39 @@ impl<'a> Bench<'a> {
     }
 
     /// One call; returns the number of wrong elements on this rank.
-    fn check(&mut self, pattern: Pattern, message: u64) -> Result<u64, CollectiveError> {
+    fn check(
+        &mut self,
+        pattern: Pattern,
+        message: u64,
+        turn: usize,
+    ) -> Result<u64, CollectiveError> {
         let (rank, world_size) = (self.communicator.rank(), self.communicator.world_size());
-        let (data, spans) = (self.data(pattern), self.shape.spans(message));
+        let (data, spans) = (self.data(pattern), self.shape.spans(message, turn));
         let in_place = self.shape.in_place;
         let input = data.input(rank, spans.input.len());
         self.memory.write(&input, &spans, in_place)?;
+        self.reset(&spans);
         // Nobody may still be reading what is written above, nor write the output too early.
         self.line_up()?;
-        self.call(message)?;
+        self.call(message, turn)?;
         let result = self.memory.read(&spans, in_place)?;
         let collective = self.options.collective;
         let content = |block| collective.content(world_size, rank, block);
-        let wrong = data.check(rank, message, content, &result);
+        let mut bits = fingerprint(&result).to_le_bytes().to_vec();
+        let wrong = match &self.calls[self.current] {
+            Call::Fused(fused) => {
+                bits.extend(fused.fingerprint(&spans.output).to_le_bytes());
+                let sums = fused.sums((pattern, data.seed), world_size, &input)?;
+                let of_sums = data.check(rank, message, content, &sums);
+                let rest = fused.check(&sums, &result, &spans.output);
+                of_sums
+                    + rest
+                        .map(|one| data.tell(rank, message, one))
+                        .iter()
+                        .sum::<u64>()
+            }
+            _ => data.check(rank, message, content, &result),
+        };
         let is_everywhere = matches!(
             collective,
             Collective::AllReduce | Collective::AllGather | Collective::Broadcast { .. }
@@ -398,26 +309,46 @@ impl<'a> Bench<'a> {
             return Ok(wrong);
         }
         // The same bits on every rank.
-        let bits = fingerprint(&result).to_le_bytes();
         let all = self.communicator.all_gather_bytes(&bits)?;
         let differ = all.iter().filter(|other| **other != all[0]).count() as u64;
         Ok(wrong + if rank == 0 { differ } else { 0 })
     }
 
+    /// What a call replaces beside its output is as it was.
+    fn reset(&mut self, spans: &Spans) {
+        if let Call::Fused(fused) = &mut self.calls[self.current] {
+            fused.reset(spans.output.clone());
+        }
+    }
+
     fn time(&mut self, bytes: u64, message: u64) -> Result<Vec<f64>, CollectiveError> {
         let iterations = self.options.common.iterations(bytes);
         let warm_up = (iterations / 10).clamp(1, 20);
-        let spans = self.shape.spans(message);
-        let rank = self.communicator.rank();
-        let data = self.data(Pattern::Exact).input(rank, spans.input.len());
+        let (rank, ranks) = (self.communicator.rank(), self.communicator.world_size());
+        let skew = Duration::from_micros(self.options.common.skew);
+        let input = self.shape.spans(message, 0).input;
+        let data = self.data(Pattern::Exact).input(rank, input.len());
         let mut times = Vec::with_capacity(iterations);
         for i in 0..warm_up + iterations {
-            // In place the output is there too; either way the input is dirty before each call.
-            self.memory.write_input(spans.input.start, &data)?;
+            let turn = i % self.shape.pairs;
+            if turn == 0 {
+                // All at once: an input that was just written would be in the cache.
+                for turn in 0..self.shape.pairs {
+                    let spans = self.shape.spans(message, turn);
+                    // In place the output is there too; either way the input is dirty before each call.
+                    self.memory.write_input(spans.input.start, &data)?;
+                    self.reset(&spans);
+                }
+            }
             self.line_up()?;
-            let start = Instant::now();
-            self.call(message)?;
-            let time = start.elapsed();
+            let last_arrival = Instant::now() + skew;
+            let is_late = i as u64 % u64::from(ranks) == u64::from(rank);
+            while is_late && !skew.is_zero() && Instant::now() < last_arrival {
+                std::hint::spin_loop();
+            }
+            self.call(message, turn)?;
+            // Nothing where this rank needed none of what came last.
+            let time = Instant::now().saturating_duration_since(last_arrival);
             if i >= warm_up {
                 times.push(time.as_secs_f64() * 1e6);
             }
@@ -425,27 +356,43 @@ impl<'a> Bench<'a> {
         Ok(times)
     }
 
-    fn call(&mut self, message: u64) -> Result<(), CollectiveError> {
-        let spans = self.shape.spans(message);
-        let call = match &self.calls[self.current] {
+    fn call(&mut self, message: u64, turn: usize) -> Result<(), CollectiveError> {
+        let spans = self.shape.spans(message, turn);
+        let call = match &mut self.calls[self.current] {
             Call::Plans(call) => call,
             Call::Messages(exchange) => {
-                let communicator = self.communicator;
-                let ranks = (communicator.rank(), communicator.world_size());
-                return messages(self.options, exchange, &mut self.memory, ranks, message);
+                let exchanged = Exchanged {
+                    collective: self.options.collective,
+                    dtype: self.options.common.dtype,
+                    op: self.op,
+                    rank: self.communicator.rank(),
+                    ranks: self.communicator.world_size(),
+                };
+                return exchanged.run(exchange, &mut self.memory, spans, message);
+            }
+            Call::Fused(fused) => {
+                return match &mut self.memory {
+                    Memory::Private { input, output } => {
+                        let at = spans.output;
+                        fused.run(&input[spans.input], &mut output[at.clone()], at)
+                    }
+                    // Refused with the options.
+                    _ => Ok(()),
+                };
             }
         };
+        let start = (spans.start.0 as u64, spans.start.1 as u64);
         match &mut self.memory {
-            Memory::Symmetric { .. } => call.run_symmetric(0, 0, message),
+            Memory::Symmetric { .. } => call.run_symmetric(start.0, start.1, message),
             Memory::Private { input, .. } if self.shape.in_place => {
-                call.run_in_place(&mut input[..spans.larger])
+                call.run_in_place(&mut input[spans.whole])
             }
             Memory::Private { input, output } => {
                 call.run(&input[spans.input], &mut output[spans.output])
             }
             Memory::Device { input, output } => {
                 let output = output.as_ref().unwrap_or(input);
-                call.run_at((input, 0), (output, 0), message)
+                call.run_at((input, start.0), (output, start.1), message)
             }
         }
     }
@@ -475,116 +422,5 @@ impl<'a> Bench<'a> {
             }
         }
         Ok((slowest, all_wrong))
-    }
-}
-
-/// A ring of sends and receives, or an all-to-all of them.
-fn messages(
-    options: &Options,
-    exchange: &Exchange,
-    memory: &mut Memory,
-    (rank, ranks): (u32, u32),
-    message: u64,
-) -> Result<(), CollectiveError> {
-    let dtype = options.common.dtype;
-    let block = |index: u64| index * message..(index + 1) * message;
-    let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
-    let mut group = exchange.group();
-    match (options.collective, memory) {
-        (Collective::SendRecv, Memory::Symmetric { input, output }) => group
-            .send_symmetric(next, dtype, input, block(0))
-            .recv_symmetric(before, dtype, output, block(0))
-            .run(),
-        (_, Memory::Symmetric { input, output }) => {
-            for peer in (1..=ranks).map(|k| (rank + k) % ranks) {
-                group.send_symmetric(peer, dtype, input, block(peer.into()));
-                group.recv_symmetric(peer, dtype, output, block(peer.into()));
-            }
-            group.run()
-        }
-        (Collective::SendRecv, Memory::Private { input, output }) => group
-            .send_typed(next, dtype, &input[..message as usize])
-            .recv_typed(before, dtype, &mut output[..message as usize])
-            .run(),
-        (_, Memory::Private { input, output }) => {
-            let counts = vec![message / dtype.size() as u64; ranks as usize];
-            let blocks = Blocks::packed(&counts);
-            exchange.all_to_all_v(dtype, (input, blocks), (output, blocks))
-        }
-        // An exchange is made on CPUs only.
-        (_, Memory::Device { .. }) => Ok(()),
-    }
-}
-
-/// Prints on rank 0: rows as they come, progress on a terminal.
-struct Printer {
-    active: bool,
-    /// Whether rows are for programs, and come when all are there.
-    is_json: bool,
-    report: Report,
-    plot: Option<PathBuf>,
-    progress: ProgressBar,
-}
-
-impl Printer {
-    fn new(options: &Options, rank: u32, header: Header, sizes: usize) -> Self {
-        let active = rank == 0;
-        let progress = if active && std::io::stderr().is_terminal() {
-            let bar = ProgressBar::new(sizes as u64);
-            if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}") {
-                bar.set_style(style);
-            }
-            bar.enable_steady_tick(Duration::from_millis(200));
-            bar
-        } else {
-            ProgressBar::hidden()
-        };
-        let is_json = matches!(options.common.format, Format::Json);
-        if active && !is_json {
-            print_line(&header.lines());
-        }
-        let rows = Vec::new();
-        Self {
-            active,
-            is_json,
-            report: Report { header, rows },
-            plot: options.common.plot.clone(),
-            progress,
-        }
-    }
-
-    fn begin(&self, bytes: u64) {
-        self.progress
-            .set_message(format!("measuring {bytes} bytes"));
-    }
-
-    fn row(&mut self, row: Row) {
-        self.progress.inc(1);
-        if !self.active {
-            return;
-        }
-        if !self.is_json {
-            self.progress.suspend(|| print_line(&row.line()));
-        }
-        self.report.rows.push(row);
-    }
-
-    fn end(self) -> Result<(), String> {
-        self.progress.finish_and_clear();
-        if !self.active {
-            return Ok(());
-        }
-        let Report { header, rows } = &self.report;
-        if self.is_json {
-            print_line(&serde_json::to_string_pretty(&self.report).unwrap_or_default());
-        }
-        match &self.plot {
-            None => Ok(()),
-            Some(path) => {
-                plot::draw(path, header, rows)?;
-                eprintln!("drawn: {}", path.display());
-                Ok(())
-            }
-        }
     }
 }

@@ -1,21 +1,26 @@
 //! `crossweft bench`: measures a collective and checks its results.
 //!
 //! * [`options`]: the command line.
-//! * [`measure`]: what each rank does.
-//! * [`report`]: tables and JSON.
+//! * [`measure`]: what each rank does, on the buffers of [`memory`], by plans, [`messages`] or [`fused`] calls.
+//! * [`report`]: tables and JSON; [`printer`] prints them.
 //! * [`plot`]: a picture of the same.
 
+mod fused;
 mod measure;
+mod memory;
+mod messages;
 mod options;
 mod plot;
+mod printer;
 mod report;
 
 use clap::Subcommand;
 use crossweft_collective::Collective;
-use options::Bench;
+use options::{Bench, Kind};
 
 use crate::exit::Exit;
 use crate::job::{self, JobError};
+use crate::values::Operation;
 
 /// The collectives that can be measured.
 #[derive(Debug, Subcommand)]
@@ -40,6 +45,16 @@ pub(crate) enum Command {
     SendRecv(options::Common),
     /// As all-to-all, but as messages, whose sizes need not be alike; here they are.
     AllToAllV(options::Common),
+    /// As all-gather, but as messages.
+    AllGatherV(options::Common),
+    /// As gather, but as messages.
+    GatherV(options::Rooted),
+    /// As scatter, but as messages.
+    ScatterV(options::Rooted),
+    /// As reduce-scatter, but as messages, of private buffers.
+    ReduceScatterV(options::PrivateReducing),
+    /// An all-reduce of tokens with residual addition, RMS normalisation, and quantisation if it is asked for; on the CPU.
+    AllReduceRmsNorm(options::Normalising),
 }
 
 impl Command {
@@ -48,18 +63,16 @@ impl Command {
         let copies = |collective, common| Bench {
             collective,
             op: None,
-            messages: false,
+            kind: Kind::Plans,
             common,
         };
         let messages = |collective, common| Bench {
-            messages: true,
+            kind: Kind::Messages,
             ..copies(collective, common)
         };
         let reduces = |collective, op, common| Bench {
-            collective,
             op: Some(op),
-            messages: false,
-            common,
+            ..copies(collective, common)
         };
         match self {
             Self::AllReduce(o) => reduces(Collective::AllReduce, o.op, o.common),
@@ -71,6 +84,18 @@ impl Command {
             Self::Scatter(o) => copies(Collective::Scatter { root: o.root }, o.common),
             Self::SendRecv(common) => messages(Collective::SendRecv, common),
             Self::AllToAllV(common) => messages(Collective::AllToAll, common),
+            Self::AllGatherV(common) => messages(Collective::AllGather, common),
+            Self::GatherV(o) => messages(Collective::Gather { root: o.root }, o.common),
+            Self::ScatterV(o) => messages(Collective::Scatter { root: o.root }, o.common),
+            Self::ReduceScatterV(options::PrivateReducing { of: o }) => Bench {
+                op: Some(o.op),
+                ..messages(Collective::ReduceScatter, o.common)
+            },
+            Self::AllReduceRmsNorm(o) => Bench {
+                op: Some(Operation::SUM),
+                kind: Kind::Fused(o.norm),
+                ..copies(Collective::AllReduce, o.common)
+            },
             Self::Reduce(o) => reduces(Collective::Reduce { root: o.root }, o.op, o.common),
         }
     }
@@ -86,6 +111,7 @@ pub(crate) fn run(options: &Bench) -> Exit {
             .device
             .find(options.common.ranks())
             .map_err(JobError::Usage)?;
+        options.check_on(&devices).map_err(JobError::Usage)?;
         job::run(&options.common.job(devices), |communicator, started_as| {
             measure::run(options, communicator, started_as, &machine)
         })

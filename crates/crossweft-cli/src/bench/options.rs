@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use crossweft_collective::{Algorithm, Collective, DataType, Devices, Scalar};
 
 use crate::Format;
@@ -53,6 +53,22 @@ pub(crate) struct Common {
     /// Thread blocks of each rank, instead of as many as the selector thinks fit.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) blocks: Option<u32>,
+    /// Pairs of input and output that take turns, so that a call finds none of its own in a cache that holds fewer.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) rotate: u32,
+    /// One rank, another in each call, comes that much later than the others; time counts from when it comes.
+    #[arg(long, value_name = "MICROSECONDS", default_value_t = 0,
+          value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    pub(crate) skew: u64,
+    /// On GPUs: time calls one by one with the host's clock, and none in graphs.
+    #[arg(long, group = "timing")]
+    pub(crate) eager: bool,
+    /// On GPUs: time calls in graphs of many alone, with the host's clock.
+    #[arg(long, group = "timing")]
+    pub(crate) graph: bool,
+    /// On GPUs: time calls in graphs of many alone, with the device's clock.
+    #[arg(long, group = "timing")]
+    pub(crate) device_time: bool,
     /// Timed calls of each size; by default fewer for larger sizes.
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) iters: Option<u32>,
@@ -107,14 +123,109 @@ pub(crate) struct RootedReducing {
     pub(crate) op: Operation,
 }
 
+/// Options of a collective that reduces messages, on private buffers unless it is told otherwise.
+#[derive(Clone, Debug, Args)]
+#[command(mut_arg("buffers", |arg| arg.default_value("private")))]
+pub(crate) struct PrivateReducing {
+    #[command(flatten)]
+    pub(crate) of: Reducing,
+}
+
+/// Options of an all-reduce of tokens with normalisation.
+#[derive(Clone, Debug, Args)]
+#[command(
+    mut_arg("min", |arg| arg.default_value("1").value_name("TOKENS").help("Smallest number of tokens; K is 1024")),
+    mut_arg("max", |arg| arg.default_value("1K").value_name("TOKENS").help("Largest number of tokens")),
+    mut_arg("dtype", |arg| arg.default_value("bf16").help("Element type: f32, f16 or bf16")),
+    mut_arg("buffers", |arg| arg.default_value("private").help("Where buffers lie: private to each rank"))
+)]
+pub(crate) struct Normalising {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) norm: Norm,
+}
+
+/// What follows the all-reduce of tokens.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct Norm {
+    /// Elements of a token, a multiple of 8.
+    #[arg(long, value_name = "ELEMENTS", default_value_t = 4096,
+          value_parser = clap::value_parser!(u32).range(8..=16_384))]
+    pub(crate) hidden: u32,
+    /// What the normalised tokens are quantised with: one scale for all, one for each token, or one for 128 elements.
+    #[arg(long, value_enum, default_value_t = Quantise::None)]
+    pub(crate) quantise: Quantise,
+}
+
+/// Scales of quantised tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Quantise {
+    /// Not quantised.
+    None,
+    /// One scale for all.
+    Tensor,
+    /// One for each token.
+    Token,
+    /// One for 128 elements.
+    Group,
+}
+
+impl Quantise {
+    /// The word on the command line.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Tensor => "tensor",
+            Self::Token => "token",
+            Self::Group => "group",
+        }
+    }
+}
+
+/// What carries a collective out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    /// A plan for each size.
+    Plans,
+    /// Sends and receives.
+    Messages,
+    /// A plan, and what follows it on each rank.
+    Fused(Norm),
+}
+
+/// What times are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Timing {
+    /// Calls by the host's clock, and where there are graphs, of those by the device's.
+    Both,
+    /// Calls by the host's clock.
+    Eager,
+    /// Calls in graphs, by the host's clock.
+    Graph,
+    /// Calls in graphs, by the device's clock.
+    Device,
+}
+
+impl Timing {
+    /// The word in JSON.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Both => "eager_and_device",
+            Self::Eager => "eager",
+            Self::Graph => "graph",
+            Self::Device => "device",
+        }
+    }
+}
+
 /// What is measured, and how.
 #[derive(Clone, Debug)]
 pub(crate) struct Bench {
     pub(crate) collective: Collective,
     /// Where something is reduced.
     pub(crate) op: Option<Operation>,
-    /// Whether as sends and receives, instead of a plan.
-    pub(crate) messages: bool,
+    pub(crate) kind: Kind,
     pub(crate) common: Common,
 }
 
@@ -201,8 +312,11 @@ impl Bench {
                 ));
             }
         }
-        if self.messages {
-            return self.check_messages();
+        self.check_timing()?;
+        match self.kind {
+            Kind::Plans => {}
+            Kind::Messages => return self.check_messages(),
+            Kind::Fused(_) => return self.check_fused(),
         }
         let Some(algorithm) = self.algorithm()? else {
             return Ok(());
@@ -217,23 +331,113 @@ impl Bench {
         Ok(())
     }
 
+    /// Whether these devices can do it.
+    pub(crate) fn check_on(&self, devices: &Devices) -> Result<(), String> {
+        let option = match self.timing() {
+            Timing::Both => return Ok(()),
+            Timing::Eager => "--eager",
+            Timing::Graph => "--graph",
+            Timing::Device => "--device-time",
+        };
+        match devices {
+            Devices::Cpu => Err(format!(
+                "{option} is for GPUs: on the cpu there are no graphs, and calls are timed one by one as they are; \
+                 leave it out"
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// What cannot be measured in graphs, which repeat one call on the same buffers.
+    fn check_timing(&self) -> Result<(), String> {
+        let Common {
+            buffers,
+            rotate,
+            skew,
+            ..
+        } = self.common;
+        if !matches!(self.timing(), Timing::Graph | Timing::Device) {
+            return Ok(());
+        }
+        match (buffers, rotate > 1, skew > 0) {
+            (Buffers::Private, _, _) => Err("graphs need --buffers symmetric".to_owned()),
+            (_, true, _) => {
+                Err("--rotate is for calls one by one; graphs have one pair".to_owned())
+            }
+            (_, _, true) => Err("--skew is for calls one by one, not in graphs".to_owned()),
+            _ => Ok(()),
+        }
+    }
+
+    /// What was asked to be timed.
+    pub(crate) fn timing(&self) -> Timing {
+        let Common {
+            eager,
+            graph,
+            device_time,
+            ..
+        } = self.common;
+        match (eager, graph, device_time) {
+            (true, _, _) => Timing::Eager,
+            (_, true, _) => Timing::Graph,
+            (_, _, true) => Timing::Device,
+            _ => Timing::Both,
+        }
+    }
+
     /// What means nothing to sends and receives.
     fn check_messages(&self) -> Result<(), String> {
+        if let Some(option) = self.option_of_plans() {
+            return Err(format!(
+                "{option} is for plans; these are sends and receives"
+            ));
+        }
+        if self.op.is_some_and(|op| op.scalar.is_some()) {
+            return Err("--op premul is for plans; these are sends and receives".to_owned());
+        }
+        match (self.collective, self.common.buffers) {
+            (Collective::ReduceScatter, Buffers::Symmetric) => {
+                Err("messages are reduced from private buffers: --buffers private".to_owned())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What means nothing to tokens.
+    fn check_fused(&self) -> Result<(), String> {
+        match (self.option_of_plans(), self.common.buffers) {
+            (Some(option), _) => Err(format!(
+                "{option} is for plans alone; here one is followed by normalisation"
+            )),
+            (None, Buffers::Symmetric) => {
+                Err("tokens are normalised in private buffers: --buffers private".to_owned())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// One that was given and is for plans.
+    fn option_of_plans(&self) -> Option<&'static str> {
         let Common {
             in_place,
             algorithm,
             blocks,
             ..
         } = &self.common;
-        let option = match (in_place, algorithm, blocks) {
-            (true, _, _) => "--in-place",
-            (_, Some(_), _) => "--algorithm",
-            (_, _, Some(_)) => "--blocks",
-            _ => return Ok(()),
-        };
-        Err(format!(
-            "{option} is for plans; these are sends and receives"
-        ))
+        match (in_place, algorithm, blocks) {
+            (true, _, _) => Some("--in-place"),
+            (_, Some(_), _) => Some("--algorithm"),
+            (_, _, Some(_)) => Some("--blocks"),
+            _ => None,
+        }
+    }
+
+    /// Bytes of a token, where sizes are counted in tokens.
+    pub(crate) fn token(&self) -> Option<u64> {
+        match self.kind {
+            Kind::Fused(norm) => Some(u64::from(norm.hidden) * self.common.dtype.size() as u64),
+            _ => None,
+        }
     }
 
     /// Blocks of input and of output, and of the larger of them, with `ranks` ranks.
@@ -245,10 +449,14 @@ impl Bench {
     /// The sizes in bytes of the larger of input and output, each a whole number of elements in each
     /// block, without repeats.
     pub(crate) fn sizes(&self, ranks: u32) -> Vec<u64> {
-        let unit = self.common.dtype.size() as u64 * self.blocks(ranks).2;
+        let unit = match self.token() {
+            Some(token) => token,
+            None => self.common.dtype.size() as u64 * self.blocks(ranks).2,
+        };
+        let scale = self.token().unwrap_or(1);
         let mut sizes: Vec<u64> = Vec::new();
-        let mut bytes = self.common.min.0;
-        while bytes <= self.common.max.0 {
+        let mut bytes = self.common.min.0.saturating_mul(scale);
+        while bytes <= self.common.max.0.saturating_mul(scale) {
             let whole = bytes / unit * unit;
             if sizes.last() != Some(&whole) {
                 sizes.push(whole);

@@ -3,10 +3,27 @@
 use std::fmt::Write as _;
 
 use crossweft_collective::{Collective, Communicator};
+use crossweft_hal::Device;
 use serde::Serialize;
 
-use super::options::Bench;
+use super::options::{Bench, Kind, Timing};
 use crate::values::Buffers;
+
+/// What was timed, in microseconds.
+pub(crate) struct Times {
+    /// Calls.
+    pub(crate) calls: Vec<f64>,
+    /// Beside those, calls in a graph by the device's clock.
+    pub(crate) graph: Vec<f64>,
+}
+
+impl Times {
+    /// Of calls alone.
+    pub(crate) fn of(calls: Vec<f64>) -> Self {
+        let graph = Vec::new();
+        Self { calls, graph }
+    }
+}
 
 /// One size's result.
 #[derive(Clone, Debug, Serialize)]
@@ -15,6 +32,9 @@ pub(crate) struct Row {
     pub(crate) bytes: u64,
     /// Elements of a message, which is one block of them.
     pub(crate) count: u64,
+    /// Tokens, where elements are those of tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tokens: Option<u64>,
     /// Their type.
     pub(crate) dtype: &'static str,
     /// The reduce operation, or `none`.
@@ -51,10 +71,13 @@ impl Row {
         world_size: u32,
         bytes: u64,
         algorithm: String,
-        mut times: Vec<f64>,
-        mut graph: Vec<f64>,
+        times: Times,
         wrong: u64,
     ) -> Self {
+        let Times {
+            calls: mut times,
+            mut graph,
+        } = times;
         graph.sort_by(f64::total_cmp);
         let graph_us_p50 = graph.get(graph.len() / 2).copied();
         times.sort_by(f64::total_cmp);
@@ -72,6 +95,7 @@ impl Row {
         Self {
             bytes,
             count: bytes / options.blocks(world_size).2 / dtype.size() as u64,
+            tokens: options.token().map(|token| bytes / token),
             dtype: dtype.name(),
             op: options.op.map_or("none", |op| op.name()),
             algorithm,
@@ -144,6 +168,18 @@ pub(crate) struct Header {
     pub(crate) machine: String,
     /// Whether the output is the input.
     pub(crate) in_place: bool,
+    /// Pairs of input and output that took turns.
+    pub(crate) rotate: u32,
+    /// How much later than the others one rank came, in microseconds.
+    pub(crate) skew_us: u64,
+    /// What times are of: on a CPU of calls.
+    pub(crate) timing: &'static str,
+    /// Elements of a token, where they are normalised.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hidden: Option<u32>,
+    /// What normalised tokens are quantised with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) quantise: Option<&'static str>,
     /// Where buffers lie.
     pub(crate) buffers: &'static str,
     /// What was chosen, and why.
@@ -160,8 +196,16 @@ impl Header {
         (started_as, machine): (&str, &str),
         chosen: String,
     ) -> Self {
+        let norm = match options.kind {
+            Kind::Fused(norm) => Some(norm),
+            _ => None,
+        };
+        let on_cpu = matches!(communicator.device(), Device::Cpu);
         Self {
-            collective: options.collective.name().replace('-', "_"),
+            collective: match norm {
+                Some(_) => "all_reduce_rms_norm".to_owned(),
+                None => options.collective.name().replace('-', "_"),
+            },
             measured: options.collective,
             root: options.collective.root(),
             version: env!("CARGO_PKG_VERSION"),
@@ -170,6 +214,16 @@ impl Header {
             started_as: started_as.to_owned(),
             machine: machine.to_owned(),
             in_place: options.common.in_place,
+            rotate: options.common.rotate,
+            skew_us: options.common.skew,
+            timing: if on_cpu {
+                Timing::Eager
+            } else {
+                options.timing()
+            }
+            .name(),
+            hidden: norm.map(|norm| norm.hidden),
+            quantise: norm.map(|norm| norm.quantise.name()),
             buffers: match options.common.buffers {
                 Buffers::Symmetric => "symmetric",
                 Buffers::Private => "private",
@@ -205,14 +259,29 @@ impl Header {
         let root = self
             .root
             .map_or_else(String::new, |root| format!(" (root {root})"));
+        let mut notes = String::new();
+        if self.rotate > 1 {
+            let _ = write!(notes, ", {} pairs in turn", self.rotate);
+        }
+        if self.skew_us > 0 {
+            let _ = write!(notes, ", one rank {} us late", self.skew_us);
+        }
+        if let (Some(hidden), Some(quantise)) = (self.hidden, self.quantise) {
+            let _ = write!(notes, ", tokens of {hidden}, quantised: {quantise}");
+        }
+        if self.timing == Timing::Graph.name() || self.timing == Timing::Device.name() {
+            let _ = write!(notes, ", times of calls in graphs ({} clock)", self.timing);
+        }
         let mut text = String::new();
         let graph = match *device {
-            "cuda" => [" graph p50  graph min", "       (us)       (us)"],
+            "cuda" if self.timing == Timing::Both.name() => {
+                [" graph p50  graph min", "       (us)       (us)"]
+            }
             _ => ["", ""],
         };
         let _ = writeln!(
             text,
-            "# crossweft {version} {}{root}: {ranks} ranks ({started_as}) on {device}, {buffers} buffers, {place}",
+            "# crossweft {version} {}{root}: {ranks} ranks ({started_as}) on {device}, {buffers} buffers, {place}{notes}",
             self.collective.replace('_', "-")
         );
         let _ = writeln!(text, "# machine: {machine}");

@@ -226,10 +226,10 @@ mod words {
         "called all_gather",
         "rank 1 called barrier",
     ]);
-    pub(crate) const OTHER_TYPE: End = Usage(&["rank 1 says", "for f64 sum", "for f32 sum"]);
-    pub(crate) const OTHER_OPERATION: End = Usage(&["rank 1 says", "for f32 max", "for f32 sum"]);
-    pub(crate) const OTHER_SIZE: End = Usage(&["rank 1 says", "up to 128 bytes", "up to 64 bytes"]);
-    pub(crate) const OTHER_PLAN: End = Usage(&["rank 1 says plan `ring", "says plan `one-shot"]);
+    pub(crate) const OTHER_TYPE: End = Usage(&["rank 1 says", ", f64 sum,", ", f32 sum,"]);
+    pub(crate) const OTHER_OPERATION: End = Usage(&["rank 1 says", ", f32 max,", ", f32 sum,"]);
+    pub(crate) const OTHER_SIZE: End = Usage(&["rank 1 says", "up to 128 B", "up to 64 B"]);
+    pub(crate) const OTHER_PLAN: End = Usage(&["rank 1 says all-reduce", "algorithm ring"]);
 
     /// What rank 0 warns of while it waits.
     pub(crate) const NOT_HEARD: &str = "rank 0 has not heard rank 1 for 1";
