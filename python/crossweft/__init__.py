@@ -4,6 +4,8 @@
 * :func:`compile`: a plan from a program of :mod:`crossweft.language`.
 * :class:`Communicator`: one rank of a job; runs plans and collectives on tensors.
 * :class:`UniqueId`: how ranks without a launcher find each other.
+* :mod:`crossweft.torch`: all of it for torch; imported by itself, since it needs torch.
+* :func:`report`: what became of the calls made through it.
 * :mod:`crossweft.errors`: what calls raise.
 
 Tensors are anything contiguous that speaks DLPack, the buffer protocol or ``__cuda_array_interface__``: of torch,
@@ -11,6 +13,7 @@ numpy, cupy, jax, ``array.array``, ``bytearray``. None of these libraries is nee
 """
 
 from ._compile import compile
+from ._counts import CallCount, CommunicatorReport, RefusalCount, report
 from ._crossweft import (
     Communicator,
     Diagnostic,
@@ -40,8 +43,10 @@ from .errors import (
 
 __all__ = [
     "Aborted",
+    "CallCount",
     "CheckError",
     "Communicator",
+    "CommunicatorReport",
     "DeviceError",
     "Diagnostic",
     "Error",
@@ -54,6 +59,7 @@ __all__ = [
     "Poisoned",
     "PreparedPlan",
     "ProgramError",
+    "RefusalCount",
     "Report",
     "ShadowError",
     "TensorError",
@@ -62,4 +68,5 @@ __all__ = [
     "UsageError",
     "__version__",
     "compile",
+    "report",
 ]

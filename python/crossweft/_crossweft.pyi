@@ -338,6 +338,25 @@ class Communicator:
         integers: wrapped); each rank gives its own, or all none. A tensor of one element on the input's device is
         read when the call gets to it.
         """
+    def all_reduce_rms_norm(
+        self,
+        input: _Tensor,
+        weight: _Tensor,
+        output: _T,
+        *,
+        residual: _Tensor | None = None,
+        epsilon: float = 1e-6,
+        quantised: _Tensor | None = None,
+        scale: float | _Tensor | None = None,
+        per: Literal["token", "group"] = "token",
+    ) -> _T:
+        """Reduces tokens, adds the residual, and normalises: what follows an all-reduce in a transformer, in one call.
+
+        Host tensors of f32, f16 or bf16. ``weight`` has as many elements as a token: a multiple of 8, from 8 to 16384.
+        ``residual``, the same on every rank, is replaced by its sum with the reduction. ``output`` gets the normalised
+        tokens. ``quantised`` (f8e4m3, or bytes) gets them once more, divided by ``scale``: a number, or a tensor of f32
+        that is written, with one element per token, or per group of 128 elements of each token.
+        """
     def all_gather(
         self,
         input: _Tensor,

@@ -1,17 +1,18 @@
-"""Communicators from ``torch.distributed`` process groups."""
+"""Communicators of ranks that ``torch.distributed`` knows. Not in :mod:`crossweft.torch`, which registers things."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ._crossweft import Communicator, UniqueId
+from .errors import UsageError
 
 if TYPE_CHECKING:
     from ._crossweft import _Device
 
 
-def communicator(group: Any, device: _Device, timeout: float, bind: str | None) -> Communicator:
-    """The communicator of the ranks of ``group``, or of all ranks. Collective over the group."""
+def from_process_group(group: Any, device: _Device, timeout: float, bind: str | None) -> Communicator:
+    """The communicator of the ranks of ``group``, of any backend, or of all ranks. Collective over the group."""
     try:
         import torch.distributed as dist
     except ImportError as error:
@@ -21,13 +22,35 @@ def communicator(group: Any, device: _Device, timeout: float, bind: str | None) 
         ) from error
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ValueError("this process is not a member of the process group")
-    root = rank == 0
+        raise UsageError("this process is not a member of the process group")
     # Kept until everybody has joined: its owner hosts the rendezvous.
-    unique_id = UniqueId(bind=bind or "loopback", timeout=timeout) if root else None
-    message = [str(unique_id) if root else None]
+    unique_id = UniqueId(bind=bind or "loopback", timeout=timeout) if rank == 0 else None
+    message = [None if unique_id is None else str(unique_id)]
     source = 0 if group is None else dist.get_global_rank(group, 0)
     dist.broadcast_object_list(message, src=source, group=group)
     if unique_id is None:
         unique_id = UniqueId.from_text(str(message[0]))
+    return Communicator(rank, world_size, unique_id, device=device, timeout=timeout)
+
+
+def from_store(
+    store: Any,
+    rank: int,
+    world_size: int,
+    *,
+    device: _Device = "cpu",
+    timeout: float = 600.0,
+    bind: str | None = None,
+) -> Communicator:
+    """The communicator of ranks that share a ``torch.distributed.Store``, and no process group. Collective.
+
+    The key ``crossweft`` of the store must be used for nothing else, so give each job a ``PrefixStore``. ``bind`` is as
+    for a process group.
+    """
+    key = "crossweft"
+    if rank == 0:
+        unique_id = UniqueId(bind=bind or "loopback", timeout=timeout)
+        store.set(key, str(unique_id))
+    else:
+        unique_id = UniqueId.from_text(store.get(key).decode())
     return Communicator(rank, world_size, unique_id, device=device, timeout=timeout)

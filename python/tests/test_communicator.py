@@ -53,6 +53,47 @@ def test_sums_of_scaled_inputs() -> None:
     in_threads(3, rank_main)
 
 
+def test_all_reduce_with_rms_normalisation() -> None:
+    hidden, tokens = 8, 3
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        rank = communicator.rank
+        own = array.array("f", [(rank + 1) * (token + 1) for token in range(tokens) for _ in range(hidden)])
+        weight = array.array("f", [0.5] * hidden)
+        residual = array.array("f", [1] * (tokens * hidden))
+        output = array.array("f", bytes(4 * tokens * hidden))
+        quantised, scale = bytearray(tokens * hidden), array.array("f", [0] * tokens)
+        written = {"residual": residual, "quantised": quantised, "scale": scale}
+        assert communicator.all_reduce_rms_norm(own, weight, output, epsilon=0.0, **written) is output
+        # 1 + 2 of each token's number, and the residual.
+        assert list(residual[::hidden]) == [4.0, 7.0, 10.0]
+        # All elements of a token are the same, so each is 1 times the weight.
+        assert list(output) == pytest.approx([0.5] * (tokens * hidden))
+        assert list(scale) == pytest.approx([0.5 / 448] * tokens)
+        # 448, the largest of f8e4m3.
+        assert set(quantised) == {0x7E}
+        # Without a residual, by a scale that is given, of more tokens than before.
+        own = array.array("f", [rank - 4] * (8 * tokens * hidden))
+        output, quantised = array.array("f", own), bytearray(len(own))
+        communicator.all_reduce_rms_norm(own, weight, output, quantised=quantised, scale=0.25)
+        assert list(output) == pytest.approx([-0.5] * len(own))
+        # -2.
+        assert set(quantised) == {0xC0}
+
+        for given, message in [
+            ({"quantised": quantised}, "belong together"),
+            ({"quantised": quantised, "scale": scale, "per": "row"}, "no scales per `row`"),
+            ({"residual": array.array("d", [0])}, "the residual has elements of f64, not f32"),
+            ({"residual": output}, "output and residual overlap"),
+            ({"residual": array.array("f", [0])}, "the residual in bytes has 4, not 768"),
+            ({"epsilon": -1.0}, "an epsilon of -1"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                communicator.all_reduce_rms_norm(own, weight, output, **given)
+
+    in_threads(2, rank_main)
+
+
 def test_scales_that_do_not_fit() -> None:
     def rank_main(communicator: cw.Communicator) -> None:
         data = array.array("i", [1, 2])
@@ -407,45 +448,6 @@ except cw.PeerLost as error:
     ]
     assert children[0].communicate(timeout=60)[0] == "1 True\n"
     children[1].wait(timeout=10)
-
-
-GROUP = """
-import sys
-import torch, torch.distributed as dist
-import crossweft as cw
-rank, port = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
-group = dist.new_group([0, 2])
-if rank == 1:
-    try:
-        cw.Communicator.from_process_group(group)
-    except ValueError as error:
-        assert "not a member" in str(error)
-else:
-    communicator = cw.Communicator.from_process_group(group)
-    data = torch.full((1000,), rank + 1, dtype=torch.bfloat16)
-    cw.Plan.all_reduce("one-shot", 2).run(communicator, data)
-    assert communicator.rank == rank // 2 and torch.equal(data, torch.full_like(data, 4))
-dist.barrier()
-whole = cw.Communicator.from_process_group()
-assert whole.world_size == 3 and whole.rank == rank
-dist.destroy_process_group()
-print("done")
-"""
-
-
-def test_torch_process_groups() -> None:
-    pytest.importorskip("torch")
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    children = [
-        subprocess.Popen([sys.executable, "-c", GROUP, str(rank), port], stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    assert [child.communicate(timeout=120)[0] for child in children] == ["done\n"] * 3
 
 
 def test_torch_is_needed_for_process_groups_only(python) -> None:

@@ -280,15 +280,3 @@ def test_cuda_array_interface() -> None:
         describe(CudaArray(strides=(12, 2)))
     with pytest.raises(cw.TensorError, match="typestr|type"):
         describe(CudaArray(typestr="<c8"))
-
-
-def test_torch() -> None:
-    torch = pytest.importorskip("torch")
-    inputs = [torch.arange(6, dtype=torch.bfloat16), torch.ones(6, dtype=torch.bfloat16)]
-    for out in PLAN.run_local(inputs):
-        assert torch.equal(out, inputs[0] + inputs[1])
-    found = describe(inputs[0])
-    assert found["dtype"] == "bf16" and found["protocol"].startswith("dlpack")
-    assert describe(torch.zeros(4, dtype=torch.float8_e4m3fn))["dtype"] == "f8e4m3"
-    with pytest.raises(cw.TensorError, match="contiguous"):
-        describe(torch.zeros(4, 4).t()[1:])

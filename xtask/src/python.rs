@@ -8,14 +8,40 @@ use std::time::Instant;
 /// What tests need beside the package; it needs nothing itself.
 const TEST_TOOLS: [&str; 4] = ["pytest>=8,<10", "numpy", "mypy>=1.15,<3", "ruff>=0.12,<1"];
 const BUILD_TOOLS: [&str; 1] = ["maturin>=1.9,<2"];
+/// For an environment of its own, since the package must do without torch. 5 GB.
+const TORCH_TOOLS: [&str; 3] = ["torch==2.15.*", "numpy", "pytest>=8,<10"];
+/// The engines whose plugins are tested, as their own Python code: without kernels, which need a GPU, and without what
+/// they depend on, of which there are gigabytes. Tests put stand-ins in its place, but for the following. 90 MB to fetch.
+const SGLANG: &str = "sglang==0.5.23";
+const VLLM: &str = "vllm==0.33.0";
+const ENGINES_NEED: [&str; 9] = [
+    "cachetools",
+    "cloudpickle",
+    "msgspec",
+    "orjson",
+    "psutil",
+    "pybase64",
+    "pydantic",
+    "pyzmq",
+    "requests",
+];
+/// What builds vLLM's source distribution when nothing of it is to be compiled.
+const VLLM_TOOLS: [&str; 5] = [
+    "packaging",
+    "setuptools>=77,<81",
+    "setuptools-rust",
+    "setuptools-scm",
+    "wheel",
+];
 /// Environments and wheels.
 const FOLDER: &str = "target/python";
 
-/// Builds the wheel, installs it into a fresh environment, checks style and types, and runs pytest.
+/// Builds the wheel, installs it into a fresh environment, checks style and types, and runs pytest; then again in an
+/// environment with torch.
 pub(crate) fn test() -> Result<(), String> {
     let start = Instant::now();
     let folder = absolute(FOLDER)?;
-    let tools = Environment::kept(&folder.join("tools"), &BUILD_TOOLS)?;
+    let tools = Environment::kept(&folder.join("tools"), &BUILD_TOOLS, "maturin")?;
     let wheels = folder.join("wheels");
     remove(&wheels)?;
     let mut build = tools.program("maturin");
@@ -56,11 +82,63 @@ pub(crate) fn test() -> Result<(), String> {
     tests.current_dir("python/tests");
     tests.args(["-m", "pytest", "--config-file", "../pyproject.toml", "."]);
     run("Python tests", &mut tests)?;
+    with_torch(&folder, &wheel)?;
     eprintln!(
         "xtask: Python: ok in {:.0} s",
         start.elapsed().as_secs_f64()
     );
     Ok(())
+}
+
+/// Installs the wheel beside torch, and runs the tests that need torch.
+fn with_torch(folder: &Path, wheel: &Path) -> Result<(), String> {
+    let environment = Environment::kept(&folder.join("torch"), &TORCH_TOOLS, "torchrun")?;
+    let mut install = environment.pip();
+    install.args(["--no-index", "--no-deps", "--force-reinstall"]);
+    run("installing the wheel beside torch", install.arg(wheel))?;
+    let mut tests = environment.program("python");
+    tests.current_dir("python/tests_torch");
+    tests.args(["-m", "pytest", "--config-file", "../pyproject.toml", "."]);
+    run("Python tests with torch", &mut tests)?;
+    with_engines(&environment)
+}
+
+/// Runs the tests of what inference engines use, in an environment with torch to which the engines are added.
+fn with_engines(environment: &Environment) -> Result<(), String> {
+    let mut version = environment.program("python");
+    version.args(["-c", "import sys; sys.exit(sys.version_info < (3, 11))"]);
+    if !version.status().is_ok_and(|status| status.success()) {
+        eprintln!("xtask: skipped: tests in the engines' code, which needs Python 3.11");
+        return Ok(());
+    }
+    let list = [SGLANG, VLLM, &ENGINES_NEED.join(" ")].join(" ");
+    if !environment.has("engines", &list) {
+        let mut install = environment.pip();
+        install.args(ENGINES_NEED).args(VLLM_TOOLS);
+        run("installing what the engines need", &mut install)?;
+        let mut install = environment.pip();
+        install.args(["--no-deps", SGLANG]);
+        run("installing SGLang", &mut install)?;
+        let mut install = environment.pip();
+        // Its wheel has 500 MB of kernels.
+        install.args([
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-binary",
+            "vllm",
+            VLLM,
+        ]);
+        let release = VLLM.rsplit('=').next().unwrap_or_default();
+        install
+            .env("VLLM_TARGET_DEVICE", "empty")
+            .env("VLLM_VERSION_OVERRIDE", release);
+        run("installing vLLM", &mut install)?;
+        environment.note("engines", &list)?;
+    }
+    let mut tests = environment.program("python");
+    tests.current_dir("python/tests_engines");
+    tests.args(["-m", "pytest", "--config-file", "../pyproject.toml", "."]);
+    run("Python tests with inference engines", &mut tests)
 }
 
 const IMPORT: &str =
@@ -70,22 +148,32 @@ const IMPORT: &str =
 struct Environment(PathBuf);
 
 impl Environment {
-    /// One that is made once.
-    fn kept(folder: &Path, packages: &[&str]) -> Result<Self, String> {
+    /// One that is made once, with a `program` of its packages.
+    fn kept(folder: &Path, packages: &[&str], program: &str) -> Result<Self, String> {
         let environment = Self(folder.to_owned());
-        if environment
-            .program("maturin")
-            .arg("--version")
-            .output()
-            .is_ok()
+        let list = packages.join(" ");
+        if environment.has("complete", &list)
+            && environment.program(program).arg("--help").output().is_ok()
         {
             return Ok(environment);
         }
         let environment = Self::fresh(folder)?;
         let mut install = environment.pip();
         install.args(packages);
-        run("installing what builds the wheel", &mut install)?;
+        run(&format!("installing {list}"), &mut install)?;
+        environment.note("complete", &list)?;
         Ok(environment)
+    }
+
+    /// Whether this was noted.
+    fn has(&self, name: &str, list: &str) -> bool {
+        fs::read_to_string(self.0.join(name)).is_ok_and(|found| found == list)
+    }
+
+    /// Notes what has been installed: last, so that an installation which was interrupted is not taken for one.
+    fn note(&self, name: &str, list: &str) -> Result<(), String> {
+        let file = self.0.join(name);
+        fs::write(&file, list).map_err(|e| format!("xtask: {}: {e}", file.display()))
     }
 
     fn fresh(folder: &Path) -> Result<Self, String> {

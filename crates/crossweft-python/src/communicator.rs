@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crossweft_collective::{
-    Collective, CollectiveOptions, Communicator as Core, CommunicatorOptions, DataType, Devices,
-    Exchange, ExchangeOptions, Explanation, PreparedCollective, ReduceOp, Request, Scalar,
-    collective_named,
+    AllReduceRmsNorm, Collective, CollectiveOptions, Communicator as Core, CommunicatorOptions,
+    DataType, Devices, Exchange, ExchangeOptions, Explanation, PreparedCollective, ReduceOp,
+    Request, Scalar, collective_named,
 };
 use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
 use crossweft_hal::{Device, cuda};
@@ -20,6 +20,7 @@ use pyo3::types::PyBytes;
 use crate::error::{self, Exception};
 use crate::exchange::{self, Call, Layout, Message, MessageGroup, Way};
 use crate::plan::{self, Plan};
+use crate::rms_norm;
 use crate::tensor::{Place, Tensor};
 use crate::wait::{Signals, interruptible};
 
@@ -106,6 +107,7 @@ pub(crate) struct Communicator {
     replaced: Mutex<Vec<Arc<Staged>>>,
     replaced_collectives: Mutex<Vec<Arc<Prepared>>>,
     collectives: Mutex<HashMap<CollectiveKey, Arc<Prepared>>>,
+    rms_norms: Mutex<HashMap<rms_norm::Key, Arc<AllReduceRmsNorm>>>,
     exchange: Mutex<Option<Exchange>>,
 }
 
@@ -188,6 +190,7 @@ impl Communicator {
             replaced: Mutex::default(),
             replaced_collectives: Mutex::default(),
             collectives: Mutex::default(),
+            rms_norms: Mutex::default(),
             exchange: Mutex::default(),
         })
     }
@@ -371,6 +374,24 @@ impl Communicator {
         let replaced = lock(&self.collectives).insert(key, Arc::clone(&prepared));
         lock(&self.replaced_collectives).extend(replaced);
         Ok(prepared)
+    }
+
+    /// An all-reduce with normalisation of `tokens` tokens at least. Collective if it is not there yet.
+    fn prepared_rms_norm(
+        &self,
+        py: Python<'_>,
+        (key, tokens): (rms_norm::Key, usize),
+    ) -> PyResult<Arc<AllReduceRmsNorm>> {
+        if let Some(found) = lock(&self.rms_norms).get(&key)
+            && found.options().max_tokens >= tokens
+        {
+            return Ok(Arc::clone(found));
+        }
+        let max_tokens = tokens.checked_next_power_of_two().unwrap_or(tokens);
+        let made = self.together(py, |core| core.all_reduce_rms_norm(key.options(max_tokens)))?;
+        let made = Arc::new(made);
+        lock(&self.rms_norms).insert(key, Arc::clone(&made));
+        Ok(made)
     }
 
     /// Calls it on tensors whose messages have `bytes` bytes.
@@ -689,7 +710,9 @@ impl Communicator {
         timeout: f64,
         bind: Option<&str>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let helper = py.import("crossweft._torch")?.getattr("communicator")?;
+        let helper = py
+            .import("crossweft._torch")?
+            .getattr("from_process_group")?;
         helper.call1((group, device, timeout, bind))
     }
 
@@ -816,6 +839,32 @@ impl Communicator {
     ) -> PyResult<Bound<'py, PyAny>> {
         let what = (Collective::AllReduce, Some(Reduction { op, scale }));
         self.collective(what, input, output, dtype, stream)
+    }
+
+    /// Reduces tokens, adds them to the residual, normalises and quantises them.
+    #[pyo3(signature = (
+        input, weight, output, *, residual = None, epsilon = 1e-6, quantised = None, scale = None, per = "token"
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of the Python method")]
+    fn all_reduce_rms_norm<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        weight: &Bound<'py, PyAny>,
+        output: &Bound<'py, PyAny>,
+        residual: Option<&Bound<'py, PyAny>>,
+        epsilon: f32,
+        quantised: Option<&Bound<'py, PyAny>>,
+        scale: Option<&Bound<'py, PyAny>>,
+        per: &str,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = input.py();
+        let operands = rms_norm::Operands::new(input, weight, output)?;
+        let operands = operands.residual(residual)?;
+        let mut operands = operands.quantised(quantised, scale, per)?.apart()?;
+        let prepared = self.prepared_rms_norm(py, operands.key(epsilon))?;
+        let done = py.detach(|| operands.run(&prepared));
+        done.map_err(|error| self.failed(&error))?;
+        Ok(output.clone())
     }
 
     /// Block `r` of every output is rank `r`'s input.

@@ -5,6 +5,7 @@
 //! * `plan`: plans, reports of the checker;
 //! * `language`: programs, recorded with the line of the caller;
 //! * `communicator`: communicators, unique ids, prepared plans;
+//! * `rms_norm`: all-reduces with what follows them in a transformer;
 //! * `exchange`: messages between pairs of ranks, collectives with blocks of any size;
 //! * `tensor`: memory of other libraries (`dlpack`, `buffer`), with the only `unsafe` code;
 //! * `error`: exceptions, whose classes are `crossweft.errors`;
@@ -22,6 +23,7 @@ mod error;
 mod exchange;
 mod language;
 mod plan;
+mod rms_norm;
 mod tensor;
 mod wait;
 

@@ -282,6 +282,17 @@ impl Tensor {
         unsafe { std::slice::from_raw_parts_mut(data, self.bytes as usize) }
     }
 
+    /// The elements, to be written, of a tensor of f32.
+    ///
+    /// # Safety
+    /// As for [`write`](Self::write).
+    pub(crate) unsafe fn write_f32(&mut self) -> &mut [f32] {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { self.write() };
+        // SAFETY: any four bytes are an f32. `new` has checked the alignment, so nothing is left over at the front.
+        unsafe { bytes.align_to_mut::<f32>().1 }
+    }
+
     /// Whether two share bytes.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         self.place == other.place

@@ -1,0 +1,186 @@
+"""The plugin in vLLM's own code: what it replaces, that it fits, and that what goes through it is right."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_processes
+
+from crossweft.engines import vllm as plugin
+
+
+def test_its_loader_finds_the_plugin() -> None:
+    [point] = [each for each in metadata.entry_points(group="vllm.general_plugins") if each.name == "crossweft"]
+    assert point.load() is plugin.register
+
+
+def test_the_version_here_is_one_that_is_said_to_be_tested() -> None:
+    assert metadata.version("vllm") in plugin.TESTED
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's CUDA platform, to which the test may do anything."""
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    name = "get_device_communicator_cls"
+    monkeypatch.setattr(CudaPlatformBase, name, vars(CudaPlatformBase)[name])
+    return CudaPlatformBase
+
+
+def _listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes what is logged under vLLM's name reach pytest."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
+def test_members_have_the_signatures_of_theirs() -> None:
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    from crossweft.engines._vllm_communicator import CrossweftCommunicator
+
+    assert issubclass(CrossweftCommunicator, CudaCommunicator)
+    assert set(plugin.CONTRACT) == {name for name, each in vars(CrossweftCommunicator).items() if callable(each)}
+    for name in plugin.CONTRACT:
+        theirs, ours = (
+            [(each.name, each.kind, each.default) for each in inspect.signature(getattr(of, name)).parameters.values()]
+            for of in (CudaCommunicator, CrossweftCommunicator)
+        )
+        assert ours == theirs, name
+        assert hasattr(DeviceCommunicatorBase, name)
+
+
+def test_the_platform_names_the_communicator(monkeypatch: pytest.MonkeyPatch, platform: Any) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    monkeypatch.setenv(plugin.SWITCH, "0")
+    assert not plugin.register()
+    assert platform.get_device_communicator_cls() == plugin.THEIRS
+    monkeypatch.setenv(plugin.SWITCH, "1")
+    # Plugins may be loaded more than once.
+    for _ in range(2):
+        assert plugin.register()
+        for each in (platform, *platform.__subclasses__()):
+            assert each.get_device_communicator_cls() == plugin.OURS
+    assert resolve_obj_by_qualname(plugin.OURS).__name__ == "CrossweftCommunicator"
+
+
+@pytest.mark.parametrize("case", ["version", "value", "named"])
+def test_what_does_not_fit_is_refused_loudly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, platform: Any, case: str
+) -> None:
+    monkeypatch.setenv(plugin.SWITCH, "all" if case == "value" else "1")
+    named = plugin.THEIRS
+    if case == "version":
+        monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
+    elif case == "named":
+        named = "others.Communicator"
+        platform.get_device_communicator_cls = classmethod(lambda cls: named)
+    words = {
+        "version": "vllm 0.99.0 was not tested",
+        "value": "CROSSWEFT_VLLM is 'all'",
+        "named": "names others.Communicator",
+    }
+    _listen(monkeypatch)
+    assert not plugin.register()
+    assert platform.get_device_communicator_cls() == named
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "changes nothing in vLLM" in record.message and words[case] in record.message
+
+
+def test_another_communicator_than_is_known_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, platform: Any
+) -> None:
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    monkeypatch.setenv(plugin.SWITCH, "1")
+    assert plugin.register()
+    monkeypatch.setattr(CudaCommunicator, "all_gather", lambda self, input_, axis=-1: None)
+    _listen(monkeypatch)
+    with caplog.at_level(logging.ERROR):
+        assert platform.get_device_communicator_cls() == plugin.THEIRS
+    assert "is not called as" in caplog.text
+
+
+def test_the_real_loader_loads_it() -> None:
+    script = f"""
+import engine_stubs
+engine_stubs.install()
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.platforms.cuda import CudaPlatform
+assert CudaPlatform.get_device_communicator_cls() == "{plugin.OURS}"
+"""
+    environment = {**os.environ, plugin.SWITCH: "1", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def _communicator_uses_it() -> None:
+    """Made and called as vLLM's groups do it."""
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+    from crossweft.engines._vllm_communicator import CrossweftCommunicator
+
+    def make(name: str) -> CrossweftCommunicator:
+        return CrossweftCommunicator(
+            cpu_group=dist.group.WORLD,
+            device=torch.device("cpu"),
+            device_group=dist.group.WORLD,
+            unique_name=name,
+        )
+
+    rank = dist.get_rank()
+    ours = make("tp:0")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        # No powers of two; no multiple of 16 bytes.
+        for shape in ((1, 5120), (8, 7168), (3,)):
+            data = (torch.arange(torch.Size(shape).numel()) % 7 + rank).reshape(shape).to(dtype)
+            before = data.clone()
+            out = ours.all_reduce(data)
+            assert torch.equal(data, before) and out.data_ptr() != data.data_ptr()
+            assert torch.equal(out, 2 * before + (1 - 2 * rank))
+    data = torch.arange(24.0).reshape(2, 3, 4) + 100 * rank
+    blocks = [data + 100 * (each - rank) for each in range(2)]
+    for dim in (0, 1, 2, -1):
+        assert torch.equal(ours.all_gather(data, dim), torch.cat(blocks, dim)), dim
+    data = torch.arange(64.0).reshape(4, 4, 4) * (rank + 1)
+    for dim in (0, 1, 2, -1):
+        theirs = DeviceCommunicatorBase.reduce_scatter(ours, data, dim)
+        assert torch.equal(ours.reduce_scatter(data, dim), theirs), dim
+    assert torch.equal(ours.reduce_scatter(data[0], 1), 3 * torch.arange(16.0).reshape(4, 4).chunk(2, 1)[rank])
+    made: dict[str, int] = {}
+    for count in ours.crossweft.report().calls:
+        made[count.operation] = made.get(count.operation, 0) + count.calls
+    assert made == {"all_reduce": 9, "all_gather": 4, "reduce_scatter": 5}
+    # vLLM's own takes what is refused: gloo here.
+    for refused in (torch.full((1 << 20,), rank + 1.0), torch.full((64, 64), rank + 1.0)[:, ::2]):
+        assert torch.equal(ours.all_reduce(refused), torch.full(refused.shape, 3.0))
+    assert len(ours.crossweft.report().refused) == 2
+    ours.destroy()
+    assert ours.crossweft is None
+    # Groups that it is not for.
+    assert make("ep:0").crossweft is None
+    parallel_state._ENABLE_CUSTOM_ALL_REDUCE = False
+    assert make("tp:1").crossweft is None
+    parallel_state._ENABLE_CUSTOM_ALL_REDUCE = True
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    assert make("tp:2").crossweft is None
+
+
+def test_a_communicator_of_vllm_uses_it(tmp_path: Path) -> None:
+    # NCCL needs devices.
+    environment = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    in_processes(2, _communicator_uses_it, tmp_path, CROSSWEFT_MAX_BYTES=str(2 << 20), **environment)

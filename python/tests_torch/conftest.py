@@ -1,0 +1,54 @@
+"""What tests with torch share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+import crossweft as cw
+
+T = TypeVar("T")
+
+#: Seconds that nothing here should need.
+TIMEOUT = 60.0
+
+
+def in_threads(ranks: int, rank_main: Callable[[cw.Communicator], T]) -> list[T]:
+    """Runs ``rank_main`` as every rank of a job, each in a thread; raises the first rank's error."""
+    unique_id = cw.UniqueId(timeout=TIMEOUT)
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException | None] = [None] * ranks
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = rank_main(cw.Communicator(rank, ranks, unique_id, timeout=TIMEOUT))
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if error is not None:
+            raise error
+    return results
+
+
+def torchrun(ranks: int, script: Path, *arguments: str, **variables: str) -> str:
+    """Runs a script under torchrun, with variables of the environment, and returns what its ranks print."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *launch, str(script), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    if ran.returncode != 0:
+        pytest.fail(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout}\n{ran.stderr}")
+    return ran.stdout

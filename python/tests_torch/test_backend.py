@@ -1,0 +1,31 @@
+"""The backend of torch.distributed, under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import torchrun
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "crossweft"), (4, "cpu:crossweft")])
+def test_semantics(ranks: int, name: str) -> None:
+    printed = torchrun(ranks, HERE / "backend_script.py", name)
+    script = (HERE / "backend_script.py").read_text()
+    assert printed.count(" ok\n") == script.count("\n@case\n"), printed
+
+
+def test_training() -> None:
+    printed = torchrun(2, HERE / "training_script.py")
+    assert [line for line in printed.splitlines() if line.endswith(" ok")] == [
+        "DDP ok",
+        "DDP with static graph ok",
+        "FSDP2 ok",
+    ]
+
+
+def test_checks_of_torch() -> None:
+    printed = torchrun(2, HERE / "checks_script.py", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert {"rank 0 ok", "rank 1 ok"} <= set(printed.splitlines())

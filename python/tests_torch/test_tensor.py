@@ -1,0 +1,20 @@
+"""Tensors of torch, as memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import crossweft as cw
+from crossweft._crossweft import describe
+
+
+def test_torch() -> None:
+    inputs = [torch.arange(6, dtype=torch.bfloat16), torch.ones(6, dtype=torch.bfloat16)]
+    for out in cw.Plan.all_reduce("one-shot", 2).run_local(inputs):
+        assert torch.equal(out, inputs[0] + inputs[1])
+    found = describe(inputs[0])
+    assert found["dtype"] == "bf16" and found["protocol"].startswith("dlpack")
+    assert describe(torch.zeros(4, dtype=torch.float8_e4m3fn))["dtype"] == "f8e4m3"
+    with pytest.raises(cw.TensorError, match="contiguous"):
+        describe(torch.zeros(4, 4).t()[1:])
