@@ -6,7 +6,11 @@
 //!
 //! ```text
 //! line (64 bytes):  u64 calls begun * 2 + (1 while one runs)   u64 bytes of the last call
+//!                   twice, for calls in turn: u64 the call's number   u64, u64 where its buffers lie
 //! ```
+//!
+//! Beside plans there are a few lines of their own, which no plan shares, for what else a rank may be doing while
+//! others wait for it.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -16,8 +20,15 @@ use crate::shared::{LINE, Words, words};
 
 /// Lines of a board. Plans beyond share them: a message is then about the wrong one of two plans.
 const LINES: u32 = 64;
+/// Lines that no plan shares.
+const OWN_LINES: u32 = 8;
+/// Their first number.
+const FIRST_OWN: u32 = 1 << 31;
 const CALLS: u64 = 0;
 const BYTES: u64 = 1;
+/// Of the first of the two calls whose places are noted.
+const PLACES: u64 = 2;
+const PLACE_WORDS: u64 = 3;
 
 /// A call that a rank makes, or made last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,15 +45,47 @@ pub(crate) struct Call {
 pub(crate) struct Board {
     /// What each plan is, in words; the same on every rank, which all prepare in one order.
     names: Mutex<Vec<String>>,
+    /// What lines of their own are for.
+    own: Mutex<Vec<String>>,
 }
 
 impl Board {
     /// Bytes of one rank's board.
-    pub(crate) const SIZE: u64 = LINES as u64 * LINE;
+    pub(crate) const SIZE: u64 = (LINES + OWN_LINES) as u64 * LINE;
 
     pub(crate) fn new() -> Self {
-        let names = Mutex::default();
-        Self { names }
+        let (names, own) = (Mutex::default(), Mutex::default());
+        Self { names, own }
+    }
+
+    /// The number of a line of its own; `name` says what a rank does that is in a call there. Asked for in the same
+    /// order by all, a few times at most: beyond, it is shared as a plan's.
+    pub(crate) fn own_number(&self, name: String) -> u32 {
+        let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+        if own.len() == OWN_LINES as usize {
+            drop(own);
+            return self.number(name);
+        }
+        own.push(name);
+        FIRST_OWN + own.len() as u32 - 1
+    }
+
+    /// What a rank does that is in `call`, in words.
+    pub(crate) fn describe(&self, call: Call) -> String {
+        let Call {
+            plan, begun, bytes, ..
+        } = call;
+        let own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+        match plan
+            .checked_sub(FIRST_OWN)
+            .map(|index| own.get(index as usize))
+        {
+            Some(Some(name)) => format!("{name} (number {begun}, {bytes} bytes)"),
+            _ => {
+                let name = self.name(plan);
+                format!("is in call {begun} of plan {plan} ({name}) with {bytes} bytes")
+            }
+        }
     }
 
     /// The number of a plan that all ranks have agreed on. Asked for in the same order by all.
@@ -53,7 +96,7 @@ impl Board {
     }
 
     /// What plan `number` is.
-    pub(crate) fn name(&self, number: u32) -> String {
+    fn name(&self, number: u32) -> String {
         let names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
         let name = names.get(number as usize);
         name.cloned().unwrap_or_else(|| format!("plan {number}"))
@@ -72,6 +115,26 @@ impl Board {
         let line = line(own, offset, number);
         line.store(BYTES, bytes);
         line.store(CALLS, begun << 1 | 1);
+    }
+
+    /// Notes where the buffers of call number `begun` lie, until the call after the next.
+    pub(crate) fn place(own: &SharedMemory, offset: u64, number: u32, begun: u64, at: (u64, u64)) {
+        let (line, first) = (line(own, offset, number), places(begun));
+        line.store(first + 1, at.0);
+        line.store(first + 2, at.1);
+        line.store(first, begun);
+    }
+
+    /// Where they lie on the board at `offset` of `memory`, if that is still noted there.
+    pub(crate) fn placed(
+        memory: &SharedMemory,
+        offset: u64,
+        number: u32,
+        begun: u64,
+    ) -> Option<(u64, u64)> {
+        let (line, first) = (line(memory, offset, number), places(begun));
+        let noted = line.load(first) == begun;
+        noted.then(|| (line.load(first + 1), line.load(first + 2)))
     }
 
     /// Notes that it has ended.
@@ -93,20 +156,31 @@ impl Board {
 
     /// The first running call on the board at `offset` of `memory`, but for plan `except`'s.
     pub(crate) fn other(&self, memory: &SharedMemory, offset: u64, except: u32) -> Option<Call> {
-        (0..LINES)
-            .filter(|&line| line != except % LINES)
+        let own = (FIRST_OWN..FIRST_OWN + OWN_LINES).filter(|&number| number != except);
+        let own = own.map(|number| Self::call(memory, offset, number));
+        let of_plans = (0..LINES)
+            .filter(|&line| except >= FIRST_OWN || line != except % LINES)
             .map(|line| Self::call(memory, offset, line))
-            .find(|call| call.running)
             .map(|call| Call {
                 plan: self.latest(call.plan),
                 ..call
-            })
+            });
+        own.chain(of_plans).find(|call| call.running)
     }
+}
+
+/// The first word of where the buffers of call number `begun` lie.
+fn places(begun: u64) -> u64 {
+    PLACES + begun % 2 * PLACE_WORDS
 }
 
 /// Plan `number`'s line of the board at `offset` of `memory`.
 fn line(memory: &SharedMemory, offset: u64, number: u32) -> Words<'_> {
-    words(memory, offset + u64::from(number % LINES) * LINE)
+    let index = match number.checked_sub(FIRST_OWN) {
+        Some(own) => LINES + own % OWN_LINES,
+        None => number % LINES,
+    };
+    words(memory, offset + u64::from(index) * LINE)
 }
 
 #[cfg(test)]
@@ -137,5 +211,40 @@ mod tests {
         assert_eq!(board.other(&memory, 64, 5), None);
         assert_eq!(board.name(66), "p66");
         assert_eq!(board.name(99), "plan 99");
+    }
+
+    #[test]
+    fn lines_of_their_own_are_shared_with_no_plan() {
+        let memory = SharedMemory::create(64 + Board::SIZE).unwrap();
+        let board = Board::new();
+        let own: Vec<u32> = (0..OWN_LINES)
+            .map(|i| board.own_number(format!("does {i}")))
+            .collect();
+        for &number in &own {
+            Board::begin(&memory, 64, number, 7, 16);
+        }
+        for plan in 0..2 * LINES {
+            assert_eq!(board.number(String::new()), plan);
+            assert!(!Board::call(&memory, 64, plan).running);
+        }
+        let first = board.other(&memory, 64, 5).unwrap();
+        assert_eq!(board.describe(first), "does 0 (number 7, 16 bytes)");
+        assert_eq!(board.other(&memory, 64, own[0]).unwrap().plan, own[1]);
+        // Then there are none left.
+        assert_eq!(board.own_number("does more".to_owned()), 2 * LINES);
+    }
+
+    #[test]
+    fn places_are_kept_for_two_calls() {
+        let memory = SharedMemory::create(64 + Board::SIZE).unwrap();
+        let number = Board::new().own_number(String::new());
+        for begun in 1..5 {
+            Board::place(&memory, 64, number, begun, (begun * 10, begun * 100));
+            let placed = |begun| Board::placed(&memory, 64, number, begun);
+            assert_eq!(placed(begun), Some((begun * 10, begun * 100)));
+            let before = (begun > 1).then(|| ((begun - 1) * 10, (begun - 1) * 100));
+            assert_eq!(placed(begun - 1).filter(|_| begun > 1), before);
+            assert_eq!(placed(begun + 1), None);
+        }
     }
 }

@@ -235,9 +235,20 @@ impl Endpoint {
         }
     }
 
-    /// What plan `number` is.
-    pub(crate) fn plan_name(&self, number: u32) -> String {
-        self.board.name(number)
+    /// The same for what is no plan, but what others may wait for as well; there are eight of these at most that no plan
+    /// shares. `doing` says what a rank does that is in such a call, as in `prepares a collective`. Every rank asks in
+    /// the same order.
+    #[must_use]
+    pub fn own_call_line(&self, doing: &str) -> CallLine {
+        CallLine {
+            number: self.board.own_number(doing.to_owned()),
+            begun: AtomicU64::new(0),
+        }
+    }
+
+    /// What a rank does that is in `call`, in words.
+    pub(crate) fn describe_call(&self, call: Call) -> String {
+        self.board.describe(call)
     }
 
     /// What `rank` noted last about plan `number`, if that can be read here.
@@ -407,6 +418,34 @@ impl CallLine {
         if let Some(own) = endpoint.control(endpoint.rank()) {
             Board::begin(own, BOARD, self.number, begun, bytes);
         }
+    }
+
+    /// Notes that one begins whose buffers lie at `places`, which must be the same on every rank.
+    pub fn begin_at(&self, endpoint: &Endpoint, bytes: u64, places: (u64, u64)) {
+        if let Some(own) = endpoint.control(endpoint.rank()) {
+            Board::place(own, BOARD, self.number, self.begun() + 1, places);
+        }
+        self.begin(endpoint, bytes);
+    }
+
+    /// A rank whose buffers lay elsewhere in the call that this rank has made last, and where. Every rank must have begun
+    /// that call, and none can have begun the one after the next.
+    #[must_use]
+    pub fn elsewhere(&self, endpoint: &Endpoint) -> Option<(u32, (u64, u64))> {
+        let places = |rank| {
+            let memory = endpoint.control(rank)?;
+            Board::placed(memory, BOARD, self.number, self.begun())
+        };
+        let own = places(endpoint.rank())?;
+        let mut others = (0..endpoint.world_size()).filter_map(|rank| Some((rank, places(rank)?)));
+        others.find(|&(_, theirs)| theirs != own)
+    }
+
+    /// How many calls `rank` has begun, and whether it is in the last one; `None` if that cannot be read here.
+    #[must_use]
+    pub fn noted_by(&self, endpoint: &Endpoint, rank: u32) -> Option<(u64, bool)> {
+        let call = endpoint.call(rank, self.number)?;
+        Some((call.begun, call.running))
     }
 
     /// Notes that it has ended.

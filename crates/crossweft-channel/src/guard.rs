@@ -38,6 +38,8 @@ pub enum StopCause {
     Mismatch {
         /// That rank.
         rank: u32,
+        /// Whether it is in this call too, with a message of another size: then it finds that out by itself.
+        same_call: bool,
         /// Its call.
         theirs: String,
         /// This rank's call.
@@ -64,7 +66,9 @@ impl fmt::Display for StopCause {
                 limit,
                 peer: Some(peer),
             } => write!(f, "the deadline of {limit:?} passed; {peer}"),
-            Self::Mismatch { rank, theirs, ours } => write!(
+            Self::Mismatch {
+                rank, theirs, ours, ..
+            } => write!(
                 f,
                 "ranks make different calls: rank {rank} {theirs}, this rank {ours}; every rank must \
                  make the same calls in the same order"
@@ -191,15 +195,21 @@ impl<'a> Guard<'a> {
         if let Some((rank, theirs, ours)) = other_size {
             return StopCause::Mismatch {
                 rank,
+                same_call: true,
                 theirs: format!("has a message of {theirs} bytes"),
                 ours: format!("one of {ours} bytes"),
             };
         }
         let (rank, own) = (waiting.site.peer, self.endpoint.rank());
         let number = self.call.map(CallLine::number);
-        let words = |call: Option<Call>| call.map_or("makes another".to_owned(), |c| self.is_in(c));
+        let words = |call: Option<Call>| {
+            call.map_or("makes another".to_owned(), |c| {
+                self.endpoint.describe_call(c)
+            })
+        };
         StopCause::Mismatch {
             rank,
+            same_call: false,
             theirs: words(number.and_then(|number| self.endpoint.other_call(rank, number))),
             ours: words(number.and_then(|number| self.endpoint.call(own, number))),
         }
@@ -218,14 +228,6 @@ impl<'a> Guard<'a> {
                 let same = theirs.running && theirs.begun == ours.begun;
                 (same && theirs.bytes != ours.bytes).then_some((rank, theirs.bytes, ours.bytes))
             })
-    }
-
-    fn is_in(&self, call: Call) -> String {
-        let Call {
-            plan, begun, bytes, ..
-        } = call;
-        let name = self.endpoint.plan_name(plan);
-        format!("is in call {begun} of plan {plan} ({name}) with {bytes} bytes")
     }
 
     /// Who may be why the deadline passed: the rank that is waited for may itself wait for another.
@@ -275,7 +277,7 @@ impl<'a> Guard<'a> {
         };
         if let Some(other) = self.endpoint.other_call(rank, call.number()) {
             words += "; it ";
-            words += &self.is_in(other);
+            words += &self.endpoint.describe_call(other);
         }
         Some(words)
     }

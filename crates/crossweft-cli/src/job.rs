@@ -10,6 +10,7 @@ use crossweft_collective::{
 use crossweft_hal::cpu::{bind_to_core, cores};
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{NetError, Rendezvous, RendezvousOptions};
+use rustix::process::Signal;
 
 use crate::doctor::DEFAULT_RANKS;
 use crate::exit::Exit;
@@ -124,7 +125,7 @@ pub(crate) fn run(
     match Job::detect(&environment)? {
         Some(job) => {
             if let Some(parent) = environment(PARENT).filter(|_| is_spawned(&job)) {
-                die_with(&parent)?;
+                die_with(&parent, Signal::KILL)?;
             }
             one_rank(options, &job, rank_main)
         }
@@ -213,12 +214,12 @@ fn bind(job: &Job) -> bool {
         .is_some_and(|&core| bind_to_core(core).is_ok())
 }
 
-/// Makes the kernel end this process when the one that spawned it is gone, however it went.
-fn die_with(parent: &str) -> Result<(), JobError> {
+/// Makes the kernel send this process a signal when the one that spawned it is gone, however it went. That holds for a
+/// program that takes this one's place, too.
+pub(crate) fn die_with(parent: &str, signal: Signal) -> Result<(), JobError> {
     let failed =
         |e: rustix::io::Errno| JobError::Usage(format!("cannot watch the parent process: {e}"));
-    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-        .map_err(failed)?;
+    rustix::process::set_parent_process_death_signal(Some(signal)).map_err(failed)?;
     // It may have gone before the kernel was asked.
     let now = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().to_string());
     if now.as_deref() != Some(parent) {

@@ -6,15 +6,16 @@ use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, ExitStatus};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
+use rustix::process::Signal;
 
 use crate::complain;
 use crate::exit::Exit;
-use crate::job::Processes;
+use crate::job::{JobError, Processes, die_with};
 
 /// Where the library tells this command that a process uses it.
 const REPORT: &str = "CROSSWEFT_RUN_REPORT";
@@ -24,17 +25,60 @@ const LIBRARY: &str = "libcrossweft_nccl.so";
 /// What to run.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// Start so many processes, and tell each its rank as torchrun does (RANK, WORLD_SIZE, LOCAL_RANK,
-    /// LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without it the program is started once and told nothing, as
+    /// Start so many processes, and tell each its rank. Without it the program is started once and told nothing, as
     /// for one that is a launcher itself.
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..))]
     ranks: Option<u32>,
+    /// Tell the ranks in the variables of this launcher. All get MASTER_ADDR and MASTER_PORT, too.
+    #[arg(long = "as", value_enum, default_value_t = Variables::Torchrun)]
+    variables: Variables,
     /// The library; it lies beside this command unless given.
     #[arg(long)]
     library: Option<PathBuf>,
+    /// This process was started by this command, whose process id this is, to become the program.
+    #[arg(long, hide = true)]
+    child_of: Option<String>,
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     program: Vec<OsString>,
+}
+
+/// The variables in which a launcher says who a process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Variables {
+    /// RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
+    Torchrun,
+    /// Open MPI's: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    Mpirun,
+    /// Slurm's: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NNODES, SLURM_NODEID
+    Srun,
+}
+
+impl Variables {
+    /// Those of `rank` of `ranks` on one host.
+    fn of(self, rank: u32, ranks: u32) -> Vec<(&'static str, u32)> {
+        match self {
+            Self::Torchrun => vec![
+                ("RANK", rank),
+                ("WORLD_SIZE", ranks),
+                ("LOCAL_RANK", rank),
+                ("LOCAL_WORLD_SIZE", ranks),
+            ],
+            Self::Mpirun => vec![
+                ("OMPI_COMM_WORLD_RANK", rank),
+                ("OMPI_COMM_WORLD_SIZE", ranks),
+                ("OMPI_COMM_WORLD_LOCAL_RANK", rank),
+                ("OMPI_COMM_WORLD_LOCAL_SIZE", ranks),
+            ],
+            Self::Srun => vec![
+                ("SLURM_PROCID", rank),
+                ("SLURM_NTASKS", ranks),
+                ("SLURM_LOCALID", rank),
+                ("SLURM_NNODES", 1),
+                ("SLURM_NODEID", 0),
+            ],
+        }
+    }
 }
 
 /// Why nothing was run, or how it ended.
@@ -60,6 +104,8 @@ enum RunError {
         program: PathBuf,
         source: std::io::Error,
     },
+    #[error("{0}")]
+    Orphan(Box<JobError>),
     #[error("{what}: {source}")]
     System {
         what: &'static str,
@@ -88,6 +134,9 @@ fn try_run(options: &Options) -> Result<u8, RunError> {
     {
         return Err(RunError::Separator { path: library });
     }
+    if let Some(parent) = &options.child_of {
+        return Err(become_program(options, parent, &library));
+    }
     let system = |what| move |source| RunError::System { what, source };
     let name = format!("crossweft-run-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).map_err(system("naming a socket"))?;
@@ -98,30 +147,30 @@ fn try_run(options: &Options) -> Result<u8, RunError> {
 
     let ranks = options.ranks.unwrap_or(1);
     let port = free_port().map_err(system("finding a free port"))?;
+    let own = std::env::current_exe().map_err(system("finding this command's own file"))?;
     let mut job = Processes::default();
     for rank in 0..ranks {
-        let mut command = Command::new(&options.program[0]);
+        let mut command = Command::new(&own);
         command
-            .args(&options.program[1..])
-            .env("LD_PRELOAD", preload(&library))
+            .args(["run", "--child-of", &std::process::id().to_string()])
+            .args(options.ranks.map(|ranks| format!("--ranks={ranks}")))
+            .arg("--library")
+            .arg(&library)
+            .arg("--")
+            .args(&options.program)
             .env(REPORT, &name);
         if std::env::var_os("CROSSWEFT_DEVICE").is_none() {
             command.env("CROSSWEFT_DEVICE", "cpu");
         }
         if options.ranks.is_some() {
-            for (name, number) in [
-                ("RANK", rank),
-                ("WORLD_SIZE", ranks),
-                ("LOCAL_RANK", rank),
-                ("LOCAL_WORLD_SIZE", ranks),
-            ] {
+            for (name, number) in options.variables.of(rank, ranks) {
                 command.env(name, number.to_string());
             }
             command.env("MASTER_ADDR", "127.0.0.1");
             command.env("MASTER_PORT", port.to_string());
         }
         let child = command.spawn().map_err(|source| RunError::Start {
-            program: options.program[0].clone().into(),
+            program: own.clone(),
             source,
         })?;
         job.add(rank, child);
@@ -137,6 +186,26 @@ fn try_run(options: &Options) -> Result<u8, RunError> {
     hear(&reports, &mut users);
     say(&users, &library);
     Ok(failed.unwrap_or(0))
+}
+
+/// Becomes the program, which ends when the process that has started this one is gone: a rank at once, a launcher as it
+/// ends when it is asked to, with what it has started itself. Returns why that failed.
+fn become_program(options: &Options, parent: &str, library: &Path) -> RunError {
+    let signal = match options.ranks {
+        Some(_) => Signal::KILL,
+        None => Signal::TERM,
+    };
+    if let Err(error) = die_with(parent, signal) {
+        return RunError::Orphan(Box::new(error));
+    }
+    let mut command = Command::new(&options.program[0]);
+    command
+        .args(&options.program[1..])
+        .env("LD_PRELOAD", preload(library));
+    RunError::Start {
+        source: command.exec(),
+        program: options.program[0].clone().into(),
+    }
 }
 
 /// The library that was asked for, or the one beside this command.

@@ -3,8 +3,10 @@
 
 mod common;
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use common::{crossweft, text};
 
@@ -79,6 +81,27 @@ fn ranks_are_told_who_they_are_and_users_are_counted() {
         err.contains("3 processes have made communicators with"),
         "{err}"
     );
+}
+
+#[test]
+fn ranks_are_told_in_the_variables_of_a_launcher() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(folder.path(), "int nothing;");
+    let library = library.to_str().unwrap();
+    let mpirun = "echo $OMPI_COMM_WORLD_RANK of $OMPI_COMM_WORLD_SIZE, $OMPI_COMM_WORLD_LOCAL_RANK of \
+                  $OMPI_COMM_WORLD_LOCAL_SIZE, ${MASTER_ADDR}${RANK+not as torchrun}";
+    let srun = "echo $SLURM_PROCID of $SLURM_NTASKS, $SLURM_LOCALID on $SLURM_NODEID of $SLURM_NNODES, ${MASTER_ADDR}";
+    for (launcher, script, expected) in [
+        ("mpirun", mpirun, "1 of 2, 1 of 2, 127.0.0.1"),
+        ("srun", srun, "1 of 2, 1 on 0 of 1, 127.0.0.1"),
+    ] {
+        let mut command = crossweft(["run", "-n", "2", "--library", library, "--as", launcher]);
+        command.env_remove("RANK").args(["--", "sh", "-c", script]);
+        let output = command.output().unwrap();
+        let out = text(&output.stdout);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert!(out.lines().any(|line| line == expected), "{out}");
+    }
 }
 
 #[test]
@@ -158,4 +181,43 @@ fn ranks_do_not_outlive_one_that_fails() {
     let err = text(&output.stderr);
     assert_eq!(output.status.code(), Some(9), "{err}");
     assert!(err.contains("ending the ranks that are left"), "{err}");
+}
+
+/// Whether a process is there, and not only left for its parent to look at.
+fn runs(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+    stat.is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+#[test]
+fn ranks_do_not_outlive_the_command_however_it_ends() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(folder.path(), "int nothing;");
+    let library = library.to_str().unwrap();
+    // A launcher may end what it has started itself.
+    let launcher = "trap 'kill $rank; exit 3' TERM; sleep 600 & rank=$!; echo $$; echo $rank; wait";
+    let rank = "echo $$; exec sleep 600";
+    for (ranks, script) in [(&["-n", "2"][..], rank), (&[][..], launcher)] {
+        for signal in ["TERM", "KILL"] {
+            let mut command = crossweft(["run", "--library", library]);
+            command.args(ranks).args(["--", "sh", "-c", script]);
+            let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+            let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            let pids: Vec<String> = lines.take(2).map(Result::unwrap).collect();
+            assert!(pids.iter().all(|pid| runs(pid)), "{pids:?}");
+            let killed = Command::new("kill")
+                .args(["-s", signal, &child.id().to_string()])
+                .status();
+            assert!(killed.unwrap().success());
+            assert!(!child.wait().unwrap().success());
+            let start = Instant::now();
+            while pids.iter().any(|pid| runs(pid)) {
+                assert!(
+                    start.elapsed() < Duration::from_secs(30),
+                    "{pids:?} outlive SIG{signal}"
+                );
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+    }
 }

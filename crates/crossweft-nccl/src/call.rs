@@ -77,10 +77,10 @@ pub(crate) enum Buffers {
 pub(crate) enum Call {
     /// Of all ranks.
     Collective(CollectiveCall),
-    /// To another rank, or this one.
-    Send(u32, Source),
-    /// From another rank, or this one.
-    Receive(u32, Destination),
+    /// To another rank, or this one; on a stream.
+    Send(u32, Source, u64),
+    /// From another rank, or this one; on a stream.
+    Receive(u32, Destination, u64),
     /// Into a window of another rank, or this one; then a signal to it.
     Put(u32, Source, Arc<Window>, u64),
     /// To another rank, or this one.
@@ -100,6 +100,8 @@ pub(crate) struct CollectiveCall {
     pub(crate) buffers: Buffers,
     /// The windows that both buffers lie in, if they do: then nothing need be copied.
     pub(crate) zone: Option<Zone>,
+    /// Only of account to another library.
+    pub(crate) stream: u64,
 }
 
 impl CollectiveCall {
@@ -137,6 +139,7 @@ pub(crate) struct Request {
     pub(crate) dtype: DataType,
     /// Of no account where nothing is reduced.
     pub(crate) reduction: Reduction,
+    pub(crate) stream: u64,
 }
 
 impl Request {
@@ -149,6 +152,7 @@ impl Request {
             count,
             dtype,
             reduction,
+            stream,
         } = self;
         if let Some(root) = root(collective).filter(|&root| root >= world_size) {
             return Err(Error::argument(format!(
@@ -218,6 +222,7 @@ impl Request {
             bytes,
             buffers,
             zone: None,
+            stream,
         }))
     }
 }

@@ -5,6 +5,7 @@
 //! apart.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -15,9 +16,11 @@ use crossweft_net::{Cancel, Group, JoinOptions, RendezvousOptions, UniqueId};
 
 use crate::call::{Call, Reduction, reduce_op};
 use crate::config::Config;
+use crate::delegate::{self, Delegate};
 use crate::derive::Derived;
 use crate::engine::Engine;
 use crate::failure;
+use crate::notes::Notes;
 use crate::pointer::{Address, Factor};
 use crate::settings;
 use crate::status::{Error, Status};
@@ -36,6 +39,8 @@ pub(crate) struct Comm {
     group: OnceLock<Arc<Group>>,
     /// Set when everything is ready.
     communicator: OnceLock<Communicator>,
+    /// Set with it.
+    notes: OnceLock<Arc<Notes>>,
     state: Mutex<State>,
     /// Set when everything is ready.
     engine: Mutex<Option<Engine>>,
@@ -47,6 +52,8 @@ pub(crate) struct Comm {
     /// Handles of registered buffers.
     registered: Mutex<BTreeSet<u64>>,
     making: Mutex<Making>,
+    /// Calls that another library has done.
+    delegated: Arc<AtomicU64>,
 }
 
 /// Operations that the program has made: each multiplies by a factor of one type before a sum.
@@ -109,6 +116,7 @@ impl Comm {
             cancel: Cancel::new()?,
             group: OnceLock::new(),
             communicator: OnceLock::new(),
+            notes: OnceLock::new(),
             state: Mutex::new(State {
                 busy: true,
                 phase: Phase::Idle,
@@ -120,6 +128,7 @@ impl Comm {
             operations: Mutex::default(),
             registered: Mutex::default(),
             making: Mutex::default(),
+            delegated: Arc::default(),
         }))
     }
 
@@ -168,13 +177,39 @@ impl Comm {
         }
         let communicator = Communicator::on(Device::Cpu, group, options)?;
         let deadline = std::time::Instant::now() + self.timeout;
-        let version = format!("NCCL version {}", settings::version()?);
-        let what = "initialising the communicator";
-        communicator.endpoint().agree(&version, what, deadline)?;
-        *lock(&self.engine) = Some(Engine::new(&communicator)?);
+        let (endpoint, what) = (communicator.endpoint(), "initialising the communicator");
+        let plan = self.delegation();
+        let said = settings::version().and_then(|version| Ok((version, plan?)));
+        let (version, plan) = endpoint.settle(said, what, deadline, Error::from)?;
+        let delegated = plan
+            .as_ref()
+            .map_or("nothing delegated".to_owned(), ToString::to_string);
+        let statement = format!("NCCL version {version}, {delegated}");
+        endpoint.agree(&statement, what, deadline)?;
+        let delegate =
+            plan.map(|plan| Delegate::new(&communicator, plan, Arc::clone(&self.delegated)));
+        let notes = Notes::new(&communicator);
+        let engine = Engine::new(&communicator, Arc::clone(&notes), delegate.transpose()?)?;
+        *lock(&self.engine) = Some(engine);
+        let _ = self.notes.set(notes);
         settings::report();
         let _ = self.communicator.set(communicator);
         Ok(())
+    }
+
+    /// What is delegated to which library.
+    fn delegation(&self) -> Result<Option<delegate::Plan>, Error> {
+        let is_delegate =
+            self.config.name.as_deref().map(str::as_bytes) == Some(delegate::NAME.to_bytes());
+        match is_delegate {
+            true => Ok(None),
+            false => delegate::Plan::of_environment(),
+        }
+    }
+
+    /// Calls that another library has done so far.
+    pub(crate) fn delegated(&self) -> u64 {
+        self.delegated.load(Ordering::Relaxed)
     }
 
     /// The communicator behind it, once all ranks have joined.
@@ -213,26 +248,25 @@ impl Comm {
 
     /// Whether calls may be made; the communicator to make them on.
     pub(crate) fn usable(&self) -> Result<&Communicator, Error> {
-        match self.phase() {
-            Phase::Idle => {}
-            Phase::Failed(error) => return Err(error),
-            Phase::Revoked => {
-                return Err(Error::usage(
-                    "the communicator was revoked: split or shrink it, or destroy it",
-                ));
-            }
-            Phase::Finalized => {
-                return Err(Error::usage(
-                    "the communicator was finalised: only ncclCommDestroy can follow",
-                ));
-            }
-            Phase::Suspended => {
-                return Err(Error::usage(
-                    "the communicator is suspended: call ncclCommResume first",
-                ));
-            }
-        }
+        self.ready()?;
         self.idle()
+    }
+
+    /// Whether calls may be made once it is no longer busy.
+    fn ready(&self) -> Result<(), Error> {
+        match self.phase() {
+            Phase::Idle => Ok(()),
+            Phase::Failed(error) => Err(error),
+            Phase::Revoked => Err(Error::usage(
+                "the communicator was revoked: split or shrink it, or destroy it",
+            )),
+            Phase::Finalized => Err(Error::usage(
+                "the communicator was finalised: only ncclCommDestroy can follow",
+            )),
+            Phase::Suspended => Err(Error::usage(
+                "the communicator is suspended: call ncclCommResume first",
+            )),
+        }
     }
 
     /// Whether others may be derived from it, also when it was revoked.
@@ -243,7 +277,7 @@ impl Comm {
         }
     }
 
-    fn idle(&self) -> Result<&Communicator, Error> {
+    pub(crate) fn idle(&self) -> Result<&Communicator, Error> {
         match self.is_busy() {
             true => Err(self.not_ready()),
             false => self.communicator(),
@@ -254,7 +288,8 @@ impl Comm {
         lock(&self.state).phase.clone()
     }
 
-    fn is_busy(&self) -> bool {
+    /// Whether something goes on.
+    pub(crate) fn is_busy(&self) -> bool {
         lock(&self.state).busy
     }
 
@@ -334,6 +369,7 @@ impl Comm {
 
     /// Runs calls one after the other. Blocks; the first that fails is the last.
     pub(crate) fn run(&self, calls: Vec<Call>) -> Result<(), Error> {
+        self.notes.get().into_iter().for_each(|notes| notes.go_on());
         let result = failure::guarded(|| self.with_engine(|engine| engine.run(calls))?);
         if let Err(error) = &result {
             // Whatever it was, ranks are no longer in step.
@@ -345,10 +381,17 @@ impl Comm {
 
     /// Ends the other ranks' waits if what went wrong here is nothing that they find out by themselves.
     fn tell(&self, error: &Error) {
-        let own = !matches!(error.status, Status::RemoteError | Status::InvalidUsage);
-        if let Some(group) = self.group.get().filter(|_| own) {
+        if let Some(group) = self.group.get().filter(|_| !error.shared) {
             group.abort(&error.text);
         }
+    }
+
+    /// A call was refused here before it was begun. The communicator stays as it is, but ranks that are in that call learn
+    /// soon that this one does not come.
+    pub(crate) fn refuse(&self) {
+        let can_call = self.phase() == Phase::Idle;
+        let notes = self.notes.get().filter(|_| can_call);
+        notes.into_iter().for_each(|notes| notes.refuse());
     }
 
     /// Does something with the engine while no call runs.
@@ -363,17 +406,14 @@ impl Comm {
     pub(crate) fn continue_with(
         self: &Arc<Self>,
         work: impl FnOnce() + Send + 'static,
-    ) -> Result<(), Error> {
+    ) -> std::io::Result<()> {
         let mut background = lock(&self.background);
         if let Some(before) = background.take() {
             // It has ended, or is about to: nothing is begun while a communicator is busy.
             let _ = before.join();
         }
         let thread = std::thread::Builder::new().name("crossweft-nccl".to_owned());
-        let thread = thread.spawn(work);
-        *background = Some(thread.map_err(|error| {
-            Error::system(format!("cannot start a thread for the call: {error}"))
-        })?);
+        *background = Some(thread.spawn(work)?);
         Ok(())
     }
 
@@ -396,7 +436,7 @@ impl Comm {
     }
 
     /// Ends every wait of every rank, and every later one.
-    fn interrupt(&self, reason: &str) {
+    pub(crate) fn interrupt(&self, reason: &str) {
         self.cancel.cancel(reason);
         if let Some(group) = self.group.get() {
             group.abort(reason);
@@ -423,6 +463,7 @@ impl Comm {
 
     /// `ncclCommFinalize`.
     pub(crate) fn finalize(&self) {
+        self.leave_delegate();
         if let Some(group) = self.group.get() {
             group.leave();
         }
@@ -485,7 +526,7 @@ impl Comm {
 
     /// `ncclCommSuspend`.
     pub(crate) fn suspend(&self) -> Result<(), Error> {
-        self.usable()?;
+        self.ready()?;
         self.with_engine(Engine::clear)?;
         self.settle(Phase::Suspended);
         Ok(())
@@ -514,9 +555,23 @@ impl Comm {
         }
     }
 
+    fn leave_delegate(&self) {
+        let in_order = matches!(
+            self.phase(),
+            Phase::Idle | Phase::Suspended | Phase::Finalized
+        );
+        // A call that still runs in another thread is nothing to wait for here: then the delegate ends with it.
+        if let Ok(mut engine) = self.engine.try_lock()
+            && let Some(engine) = &mut *engine
+        {
+            engine.leave(in_order && self.lost().is_none());
+        }
+    }
+
     /// Leaves the other ranks in good order. What was called has ended by then.
     pub(crate) fn leave(&self) {
         self.wait();
+        self.leave_delegate();
         if let Some(group) = self.group.get() {
             group.leave();
         }

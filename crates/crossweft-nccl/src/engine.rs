@@ -7,13 +7,16 @@
 //! made by all ranks.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use crossweft_collective::{
     Collective, CollectiveError, CollectiveOptions, Communicator, DataType, Exchange,
-    ExchangeOptions, OneSided, PreparedCollective, ReduceOp, Scalar,
+    ExchangeOptions, OneSided, PreparedCollective, ReduceOp, Request, Scalar, Selector,
 };
 
 use crate::call::{Buffers, Call, CollectiveCall, Reduction};
+use crate::delegate::{Delegate, Message};
+use crate::notes::Notes;
 use crate::pointer::{Destination, Source};
 use crate::status::Error;
 use crate::window::{Window, Zone};
@@ -29,17 +32,25 @@ type Key = (Collective, DataType, ReduceOp, bool, Option<(u64, u64)>);
 #[derive(Debug)]
 pub(crate) struct Engine {
     communicator: Communicator,
+    notes: Arc<Notes>,
     exchange: Exchange,
     one_sided: OneSided,
+    delegate: Option<Delegate>,
     /// With the largest message of each.
     prepared: HashMap<Key, (u64, PreparedCollective)>,
 }
 
 impl Engine {
     /// Prepares what is needed from the beginning. Collective; blocks.
-    pub(crate) fn new(communicator: &Communicator) -> Result<Self, CollectiveError> {
+    pub(crate) fn new(
+        communicator: &Communicator,
+        notes: Arc<Notes>,
+        delegate: Option<Delegate>,
+    ) -> Result<Self, CollectiveError> {
         Ok(Self {
             communicator: communicator.clone(),
+            notes,
+            delegate,
             exchange: communicator.exchange(&ExchangeOptions::default())?,
             one_sided: communicator.one_sided()?,
             prepared: HashMap::new(),
@@ -54,13 +65,13 @@ impl Engine {
         for call in calls {
             match call {
                 Call::Collective(call) => self.collective(call)?,
-                Call::Send(peer, data) => sends.push((peer, data)),
-                Call::Receive(peer, data) => receives.push((peer, data)),
+                Call::Send(peer, data, stream) => sends.push((peer, data, stream)),
+                Call::Receive(peer, data, stream) => receives.push((peer, data, stream)),
                 call @ (Call::Put(..) | Call::Signal(_) | Call::Wait(..)) => one_sided.push(call),
             }
         }
         if !sends.is_empty() || !receives.is_empty() {
-            self.messages(&sends, &mut receives)?;
+            self.messages(&sends, receives)?;
         }
         one_sided
             .into_iter()
@@ -68,15 +79,21 @@ impl Engine {
     }
 
     fn collective(&mut self, call: CollectiveCall) -> Result<(), Error> {
+        let notes = Arc::clone(&self.notes);
+        if let Some(delegate) = &mut self.delegate
+            && let Some(rule) = delegate.rule(call.collective, call.bytes)
+        {
+            return notes.delegated(call.bytes, || delegate.collective(rule, &call));
+        }
         let prepared = self.prepare(&call)?;
         if let Reduction::PreMultiplied(factor) = call.reduction {
             prepared.set_scalar(Scalar::from_bits(factor.bits(call.dtype.size())))?;
         }
         match (call.zone, call.buffers) {
-            (Some(zone), _) => {
+            (Some(zone), _) => notes.between_windows(call.bytes, zone.offsets, || {
                 let (input, output) = zone.offsets;
-                prepared.run_symmetric(input, output, call.bytes)?;
-            }
+                prepared.run_symmetric(input, output, call.bytes)
+            })?,
             (None, Buffers::Apart(input, mut output)) => {
                 prepared.run(input.as_slice(), output.as_slice_mut())?;
             }
@@ -86,29 +103,40 @@ impl Engine {
     }
 
     fn prepare(&mut self, call: &CollectiveCall) -> Result<&PreparedCollective, Error> {
-        let (op, factor) = match call.reduction {
-            Reduction::Plain(op) => (op, None),
-            Reduction::PreMultiplied(factor) => (ReduceOp::Sum, Some(factor)),
-        };
-        let windows = call.zone.as_ref().map(Zone::numbers);
-        let key = (call.collective, call.dtype, op, factor.is_some(), windows);
-        let capacity = self.prepared.get(&key).map_or(0, |(capacity, _)| *capacity);
-        if capacity < call.bytes {
+        let key = key(call);
+        if self.ready(&key, call.bytes).is_none() {
             // First, so that the memory of both is not there at once.
             self.prepared.remove(&key);
-            let capacity = call.bytes.checked_next_power_of_two();
-            let capacity = capacity.unwrap_or(call.bytes).max(LEAST);
-            let mut options = CollectiveOptions::new(call.dtype, op, capacity);
-            if let Some(factor) = factor {
-                options = options.pre_multiplied(Scalar::from_bits(factor.bits(call.dtype.size())));
-            }
-            if let Some(zone) = &call.zone {
-                options = options.symmetric(zone.input.memory()?, zone.output.memory()?);
-            }
-            let prepared = self.communicator.collective(call.collective, options)?;
+            let options = options(call)?;
+            let capacity = options.max_bytes;
+            let prepared = self.notes.preparing(call.bytes, || {
+                self.communicator.collective(call.collective, options)
+            })?;
             self.prepared.insert(key, (capacity, prepared));
         }
         Ok(&self.prepared[&key].1)
+    }
+
+    /// What is prepared already, and large enough.
+    fn ready(&self, key: &Key, bytes: u64) -> Option<&PreparedCollective> {
+        let (capacity, prepared) = self.prepared.get(key)?;
+        (*capacity >= bytes).then_some(prepared)
+    }
+
+    /// What the call would take. Local.
+    pub(crate) fn selector(&self, call: &CollectiveCall) -> Result<Selector, Error> {
+        let delegate = self.delegate.as_ref();
+        if delegate.is_some_and(|delegate| delegate.rule(call.collective, call.bytes).is_some()) {
+            return Err(Error::unsupported(
+                "the time of a call that is delegated",
+                "ask the other library, or take its rule out of CROSSWEFT_NCCL_DELEGATE",
+            ));
+        }
+        if let Some(prepared) = self.ready(&key(call), call.bytes) {
+            return Ok(prepared.selector().clone());
+        }
+        let request = Request::new(&self.communicator, call.collective, &options(call)?);
+        Ok(self.communicator.selection().select(&request))
     }
 
     /// All sends and receives of a group. What is sent from where something is received is copied first, so that two
@@ -117,11 +145,11 @@ impl Engine {
     /// # Errors
     /// Beside the exchange's: what is received in two places at once would be neither.
     fn messages(
-        &self,
-        sends: &[(u32, Source)],
-        receives: &mut [(u32, Destination)],
+        &mut self,
+        sends: &[(u32, Source, u64)],
+        receives: Vec<(u32, Destination, u64)>,
     ) -> Result<(), Error> {
-        let mut ranges: Vec<_> = receives.iter().map(|(_, to)| to.range()).collect();
+        let mut ranges: Vec<_> = receives.iter().map(|(_, to, _)| to.range()).collect();
         ranges.retain(|range| !range.is_empty());
         ranges.sort_unstable_by_key(|range| range.start);
         if !ranges.is_sorted_by(|before, after| before.end <= after.start) {
@@ -131,19 +159,54 @@ impl Engine {
         }
         let copies: Vec<Option<Vec<u8>>> = sends
             .iter()
-            .map(|(_, data)| {
-                let overlaps = receives.iter().any(|(_, to)| to.overlaps(data));
+            .map(|(_, data, _)| {
+                let overlaps = receives.iter().any(|(_, to, _)| to.overlaps(data));
                 overlaps.then(|| data.as_slice().to_vec())
             })
             .collect();
+        let rule = |bytes: usize| {
+            let delegate = self.delegate.as_ref()?;
+            delegate.rule(Collective::SendRecv, bytes as u64)
+        };
+        let peers = sends.iter().map(|(peer, ..)| *peer);
+        let peers = peers
+            .chain(receives.iter().map(|(peer, ..)| *peer))
+            .collect();
+        let mut delegated = Vec::new();
         let mut group = self.exchange.group();
-        for ((peer, data), copy) in sends.iter().zip(&copies) {
-            group.send(*peer, copy.as_deref().unwrap_or(data.as_slice()));
+        for ((peer, data, stream), copy) in sends.iter().zip(&copies) {
+            let data = copy.as_deref().unwrap_or(data.as_slice());
+            match rule(data.len()) {
+                None => {
+                    group.send(*peer, data);
+                }
+                Some(rule) => delegated.push((rule, Message::send(*peer, data, *stream))),
+            }
         }
-        for (peer, data) in receives {
+        let (theirs, mut ours): (Vec<_>, Vec<_>) = receives
+            .into_iter()
+            .partition(|(_, data, _)| rule(data.len()).is_some());
+        for (peer, data, _) in &mut ours {
             group.recv(*peer, data.as_slice_mut());
         }
-        Ok(group.run()?)
+        for (peer, mut data, stream) in theirs {
+            if let Some(rule) = rule(data.len()) {
+                delegated.push((rule, Message::receive(peer, data.as_slice_mut(), stream)));
+            }
+        }
+        // All ranks do so, and none of these waits for one of the others.
+        self.notes.waiting_for(peers, || group.run())?;
+        match &mut self.delegate {
+            Some(delegate) if !delegated.is_empty() => {
+                let bytes = delegated
+                    .iter()
+                    .map(|(_, message)| message.bytes as u64)
+                    .sum();
+                self.notes
+                    .delegated(bytes, || delegate.messages(&delegated))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn one_sided(&self, call: Call) -> Result<(), Error> {
@@ -155,10 +218,22 @@ impl Engine {
                 put.and_then(|()| self.one_sided.signal(peer))
             }
             Call::Signal(peer) => self.one_sided.signal(peer),
-            Call::Wait(peer, count) => self.one_sided.wait(peer, count),
+            Call::Wait(peer, count) => {
+                let wait = || self.one_sided.wait(peer, count);
+                self.notes.waiting_for(vec![peer], wait)
+            }
             Call::Collective(_) | Call::Send(..) | Call::Receive(..) => Ok(()),
         }
         .map_err(|error| CollectiveError::from(error).into())
+    }
+
+    /// Ends the other library's communicator, in good order if there is any.
+    pub(crate) fn leave(&mut self, in_order: bool) {
+        if let Some(mut delegate) = self.delegate.take()
+            && in_order
+        {
+            delegate.leave();
+        }
     }
 
     /// Bytes of memory that can be given back, beside small tables.
@@ -184,4 +259,30 @@ impl Engine {
     pub(crate) fn clear(&mut self) {
         self.prepared.clear();
     }
+}
+
+fn key(call: &CollectiveCall) -> Key {
+    let (op, multiplies) = match call.reduction {
+        Reduction::Plain(op) => (op, false),
+        Reduction::PreMultiplied(_) => (ReduceOp::Sum, true),
+    };
+    let windows = call.zone.as_ref().map(Zone::numbers);
+    (call.collective, call.dtype, op, multiplies, windows)
+}
+
+/// What a call is prepared with.
+fn options(call: &CollectiveCall) -> Result<CollectiveOptions, Error> {
+    let capacity = call.bytes.checked_next_power_of_two();
+    let capacity = capacity.unwrap_or(call.bytes).max(LEAST);
+    let mut options = match call.reduction {
+        Reduction::Plain(op) => CollectiveOptions::new(call.dtype, op, capacity),
+        Reduction::PreMultiplied(factor) => {
+            let scalar = Scalar::from_bits(factor.bits(call.dtype.size()));
+            CollectiveOptions::new(call.dtype, ReduceOp::Sum, capacity).pre_multiplied(scalar)
+        }
+    };
+    if let Some(zone) = &call.zone {
+        options = options.symmetric(zone.input.memory()?, zone.output.memory()?);
+    }
+    Ok(options)
 }

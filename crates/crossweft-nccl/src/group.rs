@@ -4,7 +4,7 @@
 //! thread can drive several ranks that wait for each other. Communicators that do not block go on by themselves.
 
 use std::cell::RefCell;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::call::Call;
 use crate::comm::{Comm, Phase};
@@ -37,6 +37,8 @@ struct Gathered {
     /// The first error, which the end of the group returns.
     error: Option<Error>,
     work: Todo,
+    /// Communicators that were destroyed in the group. They end with it, after what was called on them.
+    ending: Vec<Arc<Comm>>,
 }
 
 /// What a communicator is to do.
@@ -48,6 +50,31 @@ enum Work {
 
 /// By communicator, in the order of their first calls.
 type Todo = Vec<(Arc<Comm>, Work)>;
+
+/// Communicators that a group makes. If one of them cannot be made, the others, which may wait for it, are not made
+/// either.
+struct Making {
+    all: Vec<Arc<Comm>>,
+    /// What went wrong first.
+    cause: OnceLock<Error>,
+}
+
+impl Making {
+    fn of(work: &Todo) -> Arc<Self> {
+        let all = acts(work).filter_map(|act| act.makes.clone()).collect();
+        let cause = OnceLock::new();
+        Arc::new(Self { all, cause })
+    }
+
+    fn fail(&self, error: &Error) {
+        if self.cause.set(error.clone()).is_ok() {
+            let reason =
+                format!("another communicator of the same group could not be made: {error}");
+            let unfinished = self.all.iter().filter(|comm| comm.is_busy());
+            unfinished.for_each(|comm| comm.interrupt(&reason));
+        }
+    }
+}
 
 thread_local! {
     static GATHERED: RefCell<Gathered> = RefCell::default();
@@ -72,8 +99,23 @@ pub(crate) fn fail(error: &Error) {
     });
 }
 
+/// A group that has ended, of which nothing was run yet.
+struct Closed {
+    work: Result<Todo, Error>,
+    ending: Vec<Arc<Comm>>,
+}
+
+impl Closed {
+    /// Does something with the work, and then ends the communicators that were destroyed, whatever came of it.
+    fn with<T>(self, act: impl FnOnce(Todo) -> Result<T, Error>) -> Result<T, Error> {
+        let result = self.work.and_then(act);
+        self.ending.iter().for_each(|comm| comm.leave());
+        result
+    }
+}
+
 /// Ends one level; at the last one, what was gathered.
-fn close() -> Result<Option<Todo>, Error> {
+fn close() -> Result<Option<Closed>, Error> {
     GATHERED.with_borrow_mut(|gathered| {
         if gathered.depth == 0 {
             return Err(Error::usage("ncclGroupEnd without ncclGroupStart"));
@@ -82,14 +124,20 @@ fn close() -> Result<Option<Todo>, Error> {
         if gathered.depth > 0 {
             return Ok(None);
         }
-        let work = std::mem::take(&mut gathered.work);
-        match gathered.error.take() {
+        let Gathered {
+            error,
+            work,
+            ending,
+            ..
+        } = std::mem::take(gathered);
+        let work = match error {
             Some(error) => {
                 abandon(&work, &error);
                 Err(error)
             }
-            None => Ok(Some(work)),
-        }
+            None => Ok(work),
+        };
+        Ok(Some(Closed { work, ending }))
     })
 }
 
@@ -97,7 +145,16 @@ fn close() -> Result<Option<Todo>, Error> {
 pub(crate) fn end() -> Result<Status, Error> {
     match close()? {
         None => Ok(Status::Success),
-        Some(work) => run(work),
+        Some(closed) => closed.with(run),
+    }
+}
+
+/// `ncclCommDestroy`: leaves the other ranks, now or when the group ends.
+pub(crate) fn leave(comm: Arc<Comm>) {
+    if is_open() {
+        GATHERED.with_borrow_mut(|gathered| gathered.ending.push(comm));
+    } else {
+        comm.leave();
     }
 }
 
@@ -106,31 +163,44 @@ pub(crate) type CallsOfEach = Vec<(Arc<Comm>, Vec<Call>)>;
 
 /// Ends a group whose calls are only looked at.
 pub(crate) fn end_without_running() -> Result<CallsOfEach, Error> {
-    let work = close()?.unwrap_or_default();
-    if work.iter().any(|(_, work)| matches!(work, Work::Manage(_))) {
-        let error = Error::unsupported(
-            "the time that making or changing communicators takes",
-            "end the group with ncclGroupEnd",
-        );
-        abandon(&work, &error);
-        return Err(error);
-    }
-    let calls = work.into_iter().filter_map(|(comm, work)| match work {
-        Work::Calls(calls) => Some((comm, calls)),
-        Work::Manage(_) => None,
-    });
-    Ok(calls.collect())
+    let Some(closed) = close()? else {
+        return Ok(Vec::new());
+    };
+    closed.with(|work| {
+        if work.iter().any(|(_, work)| matches!(work, Work::Manage(_))) {
+            let error = Error::unsupported(
+                "the time that making or changing communicators takes",
+                "end the group with ncclGroupEnd",
+            );
+            abandon(&work, &error);
+            return Err(error);
+        }
+        let calls = work.into_iter().filter_map(|(comm, work)| match work {
+            Work::Calls(calls) => Some((comm, calls)),
+            Work::Manage(_) => None,
+        });
+        Ok(calls.collect())
+    })
 }
 
-/// Communicators that were to be made in a group that failed are of no use.
-fn abandon(work: &[(Arc<Comm>, Work)], error: &Error) {
-    let acts = work.iter().flat_map(|(_, work)| match work {
-        Work::Manage(acts) => acts.as_slice(),
-        Work::Calls(_) => &[],
-    });
-    for made in acts.filter_map(|act| act.makes.as_ref()) {
+/// Communicators that were to be made in a group that failed are of no use, and calls in it were refused.
+fn abandon(work: &Todo, error: &Error) {
+    for (comm, work) in work {
+        if let Work::Calls(_) = work {
+            comm.refuse();
+        }
+    }
+    for made in acts(work).filter_map(|act| act.makes.as_ref()) {
         made.settle(Phase::Failed(error.clone()));
     }
+}
+
+/// What is to be made or changed.
+fn acts(work: &Todo) -> impl Iterator<Item = &Manage> {
+    work.iter().flat_map(|(_, work)| match work {
+        Work::Manage(acts) => acts.as_slice(),
+        Work::Calls(_) => &[],
+    })
 }
 
 /// Adds `call` of `comm` to the open group, or runs it.
@@ -182,37 +252,34 @@ fn submit(comm: &Arc<Comm>, work: Work) -> Result<Status, Error> {
     })
 }
 
-/// Runs everything; returns the first error in the order in which communicators were first called.
+/// Runs everything; returns the first error in the order in which communicators were first called, or what kept
+/// communicators from being made.
 fn run(mut work: Todo) -> Result<Status, Error> {
+    let making = Making::of(&work);
     if let Some((comm, _)) = work.first()
         && !comm.config().blocking
     {
-        return run_in_background(work);
+        return run_in_background(work, &making);
     }
     let Some((last, last_work)) = work.pop() else {
         return Ok(Status::Success);
     };
     if work.is_empty() {
-        return one(&last, last_work).map(|()| Status::Success);
+        return one(&last, last_work, &making).map(|()| Status::Success);
     }
-    std::thread::scope(|scope| {
+    let results = std::thread::scope(|scope| {
         let threads: Vec<_> = work
             .into_iter()
             .map(|(comm, work)| {
                 let thread = std::thread::Builder::new().name("crossweft-nccl".to_owned());
                 // What cannot start fails; the others would wait for it, so they are told.
-                let stop = Arc::clone(&comm);
+                let (stop, making) = (Arc::clone(&comm), &making);
                 thread
-                    .spawn_scoped(scope, move || one(&comm, work))
-                    .map_err(|error| {
-                        let error = Error::system(format!("cannot start a thread: {error}"));
-                        stop.settle(Phase::Failed(error.clone()));
-                        stop.stop("it could not start a thread");
-                        error
-                    })
+                    .spawn_scoped(scope, move || one(&comm, work, making))
+                    .map_err(|error| no_thread(&stop, &error, making))
             })
             .collect();
-        let last = one(&last, last_work);
+        let last = one(&last, last_work, &making);
         let results = threads.into_iter().map(|thread| match thread {
             Ok(thread) => thread
                 .join()
@@ -220,33 +287,42 @@ fn run(mut work: Todo) -> Result<Status, Error> {
             Err(error) => Err(error),
         });
         results.chain([last]).collect::<Vec<_>>()
-    })
-    .into_iter()
-    .collect::<Result<(), Error>>()?;
+    });
+    if let Some(cause) = making.cause.get().filter(|_| !making.all.is_empty()) {
+        return Err(cause.clone());
+    }
+    results.into_iter().collect::<Result<(), Error>>()?;
     Ok(Status::Success)
 }
 
-fn run_in_background(work: Todo) -> Result<Status, Error> {
+/// There is no thread for what `comm` is to do, so it fails.
+fn no_thread(comm: &Comm, error: &std::io::Error, making: &Making) -> Error {
+    let error = Error::system(format!("cannot start a thread: {error}"));
+    comm.settle(Phase::Failed(error.clone()));
+    comm.stop("it could not start a thread");
+    making.fail(&error);
+    error
+}
+
+fn run_in_background(work: Todo, making: &Arc<Making>) -> Result<Status, Error> {
     for (comm, _) in &work {
         comm.set_busy(true);
     }
     let mut outcome = Ok(Status::InProgress);
     for (comm, work) in work {
-        let own = Arc::clone(&comm);
+        let (own, making_too) = (Arc::clone(&comm), Arc::clone(making));
         let begun = comm.continue_with(move || {
             // An error is what the communicator has failed with.
-            let _ = one(&own, work);
+            let _ = one(&own, work, &making_too);
         });
         if let Err(error) = begun {
-            comm.settle(Phase::Failed(error.clone()));
-            comm.stop("it could not start a thread");
-            outcome = Err(error);
+            outcome = Err(no_thread(&comm, &error, making));
         }
     }
     outcome
 }
 
-fn one(comm: &Arc<Comm>, work: Work) -> Result<(), Error> {
+fn one(comm: &Arc<Comm>, work: Work, making: &Making) -> Result<(), Error> {
     let result = match work {
         Work::Calls(calls) => comm.run(calls),
         Work::Manage(acts) => {
@@ -255,8 +331,11 @@ fn one(comm: &Arc<Comm>, work: Work) -> Result<(), Error> {
                 // What makes nothing has no other way to say so where nobody waits.
                 let told = comm.config().blocking || act.makes.is_some();
                 let result = act.run();
-                if let (false, Err(error)) = (told, &result) {
-                    comm.settle(Phase::Failed(error.clone()));
+                if let Err(error) = &result {
+                    if !told {
+                        comm.settle(Phase::Failed(error.clone()));
+                    }
+                    making.fail(error);
                 }
                 first = first.and(result);
             }

@@ -5,11 +5,13 @@
 //!
 //! * `abi`: the exported functions, `nccl*` and `pnccl*`. They turn what C passes into checked values and
 //!   errors into result codes; nothing unwinds through them.
-//! * `pointer`: what C passes, as types; with `abi`, the only `unsafe` of this crate.
+//! * `pointer`: what C passes, as types; with `abi` and `library`, the only `unsafe` of this crate.
 //! * `group`: `ncclGroupStart` to `ncclGroupEnd`, and running what was gathered.
 //! * `comm`: a communicator and the states it goes through; `derive` makes one of another.
-//! * `engine`: the prepared collectives of a communicator, grown as calls need; `call` has the rules of each.
+//! * `engine`: the prepared collectives of a communicator, grown as calls need; `call` has the rules of each; `notes` is
+//!   what other ranks can see of it.
 //! * `window`: memory of `ncclMemAlloc`, and windows on it.
+//! * `delegate`: what another library with the same interface does instead, `library`.
 //! * `table`: what handles stand for; `config`, `params`: settings; `status`: result codes.
 //!
 //! All memory is the host's so far: a program says so with `CROSSWEFT_DEVICE=cpu`.
@@ -19,10 +21,13 @@ mod abi;
 mod call;
 mod comm;
 mod config;
+mod delegate;
 mod derive;
 mod engine;
 mod failure;
 mod group;
+mod library;
+mod notes;
 mod params;
 mod pointer;
 mod settings;

@@ -3,6 +3,7 @@
 use std::ffi::{CStr, CString};
 
 use crate::status::Error;
+use crate::table;
 
 /// A variable, and whether this library does something with it.
 #[derive(Debug)]
@@ -11,6 +12,8 @@ pub(crate) struct Parameter {
     pub(crate) about: &'static str,
 }
 
+/// A count, and no variable.
+const DELEGATED: &CStr = c"CROSSWEFT_NCCL_DELEGATED";
 const NO_EFFECT: &str = "of NCCL; accepted, and without effect here";
 
 const fn of_nccl(key: &'static CStr) -> Parameter {
@@ -26,6 +29,15 @@ const fn own(key: &'static CStr, about: &'static str) -> Parameter {
 pub(crate) const ALL: &[Parameter] = &[
     own(c"CROSSWEFT_DEVICE", "what pointers are: cpu"),
     own(c"CROSSWEFT_NCCL_VERSION", "what ncclGetVersion says"),
+    own(
+        c"CROSSWEFT_NCCL_DELEGATE",
+        "what another library does, as in all-reduce:1M-,reduce-scatter",
+    ),
+    own(c"CROSSWEFT_NCCL_LIB", "the other library"),
+    Parameter {
+        key: DELEGATED,
+        about: "no variable: calls that it has done on the communicators that there are",
+    },
     own(
         c"CROSSWEFT_TIMEOUT",
         "the longest any wait may take, in seconds",
@@ -91,6 +103,9 @@ impl Parameter {
 
     /// What it is set to, if it is.
     pub(crate) fn value(&self) -> Option<String> {
+        if self.key == DELEGATED {
+            return Some(table::delegated().to_string());
+        }
         std::env::var(self.name()).ok()
     }
 

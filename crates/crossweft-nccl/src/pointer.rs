@@ -305,6 +305,10 @@ impl Destination {
         Self(Range { address, bytes })
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.0.bytes
+    }
+
     pub(crate) fn as_slice_mut(&mut self) -> &mut [u8] {
         if self.0.bytes == 0 {
             return &mut [];

@@ -1,9 +1,12 @@
 //! What the environment says.
 
+use std::io::Write;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::delegate::Rules;
 use crate::status::Error;
 
 /// What `ncclGetVersion` says unless told otherwise: what PyTorch 2.15 was made for.
@@ -57,6 +60,28 @@ pub(crate) fn blocking() -> Option<bool> {
         "1" => Some(true),
         _ => None,
     }
+}
+
+/// What is delegated, and to which library: `CROSSWEFT_NCCL_DELEGATE`, `CROSSWEFT_NCCL_LIB`. `None` if nothing is.
+pub(crate) fn delegation() -> Result<Option<(PathBuf, Rules)>, Error> {
+    let Some(text) = variable("CROSSWEFT_NCCL_DELEGATE") else {
+        return Ok(None);
+    };
+    let rules = Rules::parse(&text)?;
+    let Some(library) = std::env::var_os("CROSSWEFT_NCCL_LIB").filter(|path| !path.is_empty())
+    else {
+        return Err(Error::usage(
+            "CROSSWEFT_NCCL_DELEGATE says what another library is to do, but CROSSWEFT_NCCL_LIB does not name it; set \
+             it to the path of a libnccl.so.2",
+        ));
+    };
+    Ok(Some((library.into(), rules)))
+}
+
+/// Says something on standard error, whatever `NCCL_DEBUG` is.
+pub(crate) fn say(text: &str) {
+    // Who has closed it does not want to read it.
+    let _ = writeln!(std::io::stderr(), "crossweft: NCCL INFO {text}");
 }
 
 /// Whether errors are printed where they happen: `NCCL_DEBUG` is `WARN` or says more.

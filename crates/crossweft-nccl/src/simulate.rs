@@ -1,6 +1,6 @@
 //! `ncclGroupSimulateEnd`: how long the calls of a group would take, by the cost model.
 
-use crossweft_collective::{Place, Selector};
+use crossweft_collective::Selector;
 use crossweft_plan::cost::{Topology, predict};
 
 use crate::call::{Call, CollectiveCall};
@@ -35,7 +35,10 @@ pub(crate) fn end(info: &Versioned) -> Result<(), Error> {
         let mut total = 0.0;
         for call in &calls {
             total += match call {
-                Call::Collective(call) => one(&topology, call, world_size)?,
+                Call::Collective(call) => {
+                    let selector = comm.with_engine(|engine| engine.selector(call))??;
+                    one(&topology, call, world_size, &selector)?
+                }
                 _ => {
                     return Err(Error::unsupported(
                         "the time of sends, receives and puts",
@@ -56,12 +59,16 @@ pub(crate) fn end(info: &Versioned) -> Result<(), Error> {
 }
 
 /// Microseconds of one call.
-fn one(topology: &Topology, call: &CollectiveCall, world_size: u32) -> Result<f64, Error> {
+fn one(
+    topology: &Topology,
+    call: &CollectiveCall,
+    world_size: u32,
+    selector: &Selector,
+) -> Result<f64, Error> {
     let CollectiveCall {
         collective, bytes, ..
     } = *call;
-    let selector = Selector::new(collective, world_size, Place::Private, bytes);
-    let choice = &selector.choices()[selector.select(bytes)];
+    let choice = &selector.all()[selector.select(bytes)];
     let plan = choice
         .algorithm
         .plan(collective, world_size, choice.blocks)?;

@@ -38,6 +38,21 @@ impl Status {
         self as i32
     }
 
+    /// What a number of another library's means; what is none is its bug.
+    pub(crate) const fn of_code(code: i32) -> Self {
+        match code {
+            0 => Self::Success,
+            1 => Self::UnhandledCudaError,
+            2 => Self::SystemError,
+            4 => Self::InvalidArgument,
+            5 => Self::InvalidUsage,
+            6 => Self::RemoteError,
+            7 => Self::InProgress,
+            8 => Self::Timeout,
+            _ => Self::InternalError,
+        }
+    }
+
     /// The words of `ncclGetErrorString` for a number.
     #[must_use]
     pub const fn describe(code: i32) -> &'static std::ffi::CStr {
@@ -62,12 +77,17 @@ impl Status {
 pub(crate) struct Error {
     pub(crate) status: Status,
     pub(crate) text: String,
+    /// Whether the other ranks find it out by themselves.
+    pub(crate) shared: bool,
 }
 
 impl Error {
     fn new(status: Status, text: impl Into<String>) -> Self {
-        let text = text.into();
-        Self { status, text }
+        Self {
+            status,
+            text: text.into(),
+            shared: status == Status::RemoteError,
+        }
     }
 
     pub(crate) fn argument(text: impl Into<String>) -> Self {
@@ -84,6 +104,15 @@ impl Error {
 
     pub(crate) fn system(text: impl Into<String>) -> Self {
         Self::new(Status::SystemError, text)
+    }
+
+    /// Of a call that took too long here, which other ranks do not know.
+    pub(crate) fn late(text: impl Into<String>) -> Self {
+        let new = Self::new(Status::RemoteError, text);
+        Self {
+            shared: false,
+            ..new
+        }
     }
 
     /// Of a call that this library does not offer; `instead` says what to do.
@@ -117,13 +146,42 @@ impl From<ChannelError> for Error {
 
 impl From<CollectiveError> for Error {
     fn from(error: CollectiveError) -> Self {
-        Self::new(collective(&error), error.to_string())
+        let new = Self::new(collective(&error), error.to_string());
+        Self {
+            shared: new.shared || is_shared(&error),
+            ..new
+        }
     }
 }
 
 impl From<PlanError> for Error {
     fn from(error: PlanError) -> Self {
         Self::internal(error.to_string())
+    }
+}
+
+/// Whether ranks that disagree have all found that out.
+fn is_shared(error: &CollectiveError) -> bool {
+    match error {
+        CollectiveError::Channel(error)
+        | CollectiveError::Executor(ExecutorError::Channel { source: error, .. }) => {
+            matches!(
+                error,
+                ChannelError::Mismatch { .. } | ChannelError::NotOnThisHost { .. }
+            )
+        }
+        CollectiveError::Executor(ExecutorError::Interrupted { cause, .. }) => {
+            matches!(
+                **cause,
+                StopCause::Mismatch {
+                    same_call: true,
+                    ..
+                }
+            )
+        }
+        CollectiveError::Exchange(error) => matches!(error, ExchangeError::Mismatch { .. }),
+        CollectiveError::SelectorsDiffer(_) | CollectiveError::PlansDiffer { .. } => true,
+        _ => false,
     }
 }
 
@@ -202,6 +260,59 @@ fn collective(error: &CollectiveError) -> Status {
         CollectiveError::Channel(source) => channel(source),
         CollectiveError::Executor(source) => executor(source),
         CollectiveError::Hal(source) => hal(source),
+        CollectiveError::SelectorsDiffer(_) | CollectiveError::PlansDiffer { .. } => {
+            Status::InvalidUsage
+        }
         _ => Status::InternalError,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_told_what_they_do_not_find_out_by_themselves() {
+        let mismatch = |same_call| ExecutorError::Interrupted {
+            plan: "ring".to_owned(),
+            rank: 0,
+            block: 0,
+            op: String::new(),
+            waited_for: String::new(),
+            cause: Box::new(StopCause::Mismatch {
+                rank: 1,
+                same_call,
+                theirs: String::new(),
+                ours: String::new(),
+            }),
+        };
+        let usage = ExchangeError::Usage {
+            rank: 0,
+            reason: String::new(),
+        };
+        let lost = NetError::PeerDied {
+            rank: 1,
+            during: String::new(),
+            reason: String::new(),
+        };
+        for (error, status, shared) in [
+            (
+                CollectiveError::from(mismatch(true)),
+                Status::InvalidUsage,
+                true,
+            ),
+            (mismatch(false).into(), Status::InvalidUsage, false),
+            (usage.into(), Status::InvalidUsage, false),
+            (lost.into(), Status::RemoteError, true),
+        ] {
+            let error = Error::from(error);
+            assert_eq!((error.status, error.shared), (status, shared), "{error}");
+        }
+        assert!(!Error::argument("sendbuff is NULL").shared);
+        assert_eq!(
+            Status::of_code(Status::RemoteError.code()),
+            Status::RemoteError
+        );
+        assert_eq!(Status::of_code(99), Status::InternalError);
     }
 }

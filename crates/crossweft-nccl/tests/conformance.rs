@@ -2,112 +2,29 @@
 //! `include/crossweft/nccl.h`, and run case by case.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod common;
+
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
-use tempfile::TempDir;
+use crossweft_collective::{
+    Algorithm, Collective, CollectiveError, Communicator, CommunicatorOptions, Fingerprint,
+    TuningTable, run_in_threads,
+};
+use crossweft_plan::cost::{Topology, predict};
 
-/// The longest a case may take, on a machine that does other things as well.
-const LIMIT: Duration = Duration::from_secs(60);
+use common::{Program, checked, library};
 
-/// The library that this test was built with, beside it.
-fn library() -> PathBuf {
-    let own = std::env::current_exe().unwrap();
-    let library = own.with_file_name("libcrossweft_nccl.so");
-    assert!(library.exists(), "{} is not there", library.display());
-    library
-}
-
-fn checked(command: &mut Command) -> Output {
-    let output = command.output().unwrap();
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success(),
-        "{command:?}: {}\n{text}",
-        output.status
-    );
-    output
-}
-
-/// A C program, and the folder that it and the library lie in.
-struct Program {
-    folder: TempDir,
-    path: PathBuf,
-}
-
-impl Program {
-    fn compile(source: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        // Under the name that the loader asks for.
-        std::os::unix::fs::symlink(library(), folder.path().join("libnccl.so.2")).unwrap();
-        let path = folder.path().join("program");
-        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let mut cc = Command::new("cc");
-        cc.args([
-            "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-o",
-        ])
-        .arg(&path)
-        .arg("-I")
-        .arg(here.join("../../include"))
-        .arg(here.join("tests/c").join(source))
-        .arg("-L")
-        .arg(folder.path())
-        .args(["-l:libnccl.so.2", "-lm"])
-        .arg(format!("-Wl,-rpath,{}", folder.path().display()));
-        checked(&mut cc);
-        Self { folder, path }
-    }
-
-    fn command(&self, case: Option<&str>) -> Command {
-        let mut command = Command::new(&self.path);
-        command.args(case).current_dir(self.folder.path());
-        for (name, _) in std::env::vars() {
-            if name.starts_with("NCCL_") || name.starts_with("CROSSWEFT_") {
-                command.env_remove(name);
-            }
-        }
-        command.env("CROSSWEFT_DEVICE", "cpu");
-        command
-    }
-
-    /// Runs a case; what it said if it failed.
-    fn run(&self, case: &str) -> Result<(), String> {
-        let mut child = self
-            .command(Some(case))
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let start = Instant::now();
-        let status = loop {
-            match child.try_wait().unwrap() {
-                Some(status) => break status.to_string(),
-                None if start.elapsed() > LIMIT => {
-                    child.kill().unwrap();
-                    break format!("still running after {LIMIT:?}");
-                }
-                None => std::thread::sleep(Duration::from_millis(5)),
-            }
-        };
-        eprintln!(
-            "{case}: {status} after {:.2} s",
-            start.elapsed().as_secs_f64()
-        );
-        if status == "exit status: 0" {
-            return Ok(());
-        }
-        let mut said = String::new();
-        // Ranks that are processes may still hold the other end, so no more than is there.
-        if let Some(mut stderr) = child.stderr.take() {
-            use std::io::Read;
-            let mut buffer = vec![0; 1 << 16];
-            let count = stderr.read(&mut buffer).unwrap();
-            said.push_str(&String::from_utf8_lossy(&buffer[..count]));
-        }
-        Err(format!("{case}: {status}\n{said}"))
-    }
-}
+/// Cases in which ranks wait for seconds and do nothing else.
+const PATIENT: [&str; 6] = [
+    "refused",
+    "refused_prepared",
+    "refused_message",
+    "refused_signal",
+    "prepares",
+    "window_or_not",
+];
 
 #[test]
 fn every_case() {
@@ -115,12 +32,83 @@ fn every_case() {
     let list = checked(&mut program.command(None)).stdout;
     let list = String::from_utf8(list).unwrap();
     let only = std::env::var("CONFORMANCE_CASE").ok();
-    let chosen = list
+    let (patient, others): (Vec<&str>, Vec<&str>) = list
         .lines()
-        .filter(|case| only.as_deref().is_none_or(|only| only == *case));
-    let failures: Vec<String> = chosen.filter_map(|case| program.run(case).err()).collect();
+        .filter(|case| only.as_deref().is_none_or(|only| only == *case))
+        .partition(|case| PATIENT.contains(case));
+    let failures = std::thread::scope(|scope| {
+        let run = |case| program.run(case).err();
+        let waiting: Vec<_> = patient
+            .into_iter()
+            .map(|case| scope.spawn(move || run(case)))
+            .collect();
+        let mut failures: Vec<String> = others.into_iter().filter_map(run).collect();
+        failures.extend(waiting.into_iter().filter_map(|case| case.join().unwrap()));
+        failures
+    });
     assert!(list.lines().count() > 1);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn a_simulated_group_takes_what_the_tuning_table_says() {
+    const BYTES: u64 = 1 << 16;
+    let program = Program::compile("simulate.c");
+    let cache = tempfile::tempdir().unwrap();
+    let simulated = || {
+        let mut command = program.command(None);
+        command.arg(BYTES.to_string());
+        let output = checked(command.env("CROSSWEFT_CACHE_DIR", cache.path())).stdout;
+        let us: f64 = String::from_utf8(output).unwrap().trim().parse().unwrap();
+        us
+    };
+
+    let options = CommunicatorOptions {
+        timeout: Duration::from_secs(60),
+    };
+    let fingerprint = |communicator: &Communicator| -> Result<Fingerprint, CollectiveError> {
+        Ok(communicator.selection().fingerprint().clone())
+    };
+    let fingerprint = run_in_threads(2, options, fingerprint).unwrap().remove(0);
+    let plan = |algorithm: Algorithm| algorithm.plan_of(Collective::AllReduce, 2, 1).unwrap();
+    let hash = |algorithm| plan(algorithm).content_hash().to_string();
+    let file = cache.path().join(TuningTable::file_name(&fingerprint, 2));
+    let mut times = Vec::new();
+    for (fast, slow) in [
+        (Algorithm::OneShot, Algorithm::Ring),
+        (Algorithm::Ring, Algorithm::OneShot),
+    ] {
+        let measured = |algorithm: Algorithm| {
+            serde_json::json!({
+                "name": algorithm.to_string(), "blocks": 1, "plan": hash(algorithm)
+            })
+        };
+        let table = serde_json::json!({
+            "format": "crossweft-tuning",
+            "version": 1,
+            "library": env!("CARGO_PKG_VERSION"),
+            "world_size": 2,
+            "fingerprint": fingerprint,
+            "measurements": [{
+                "collective": "all-reduce", "place": "private", "dtype": "f32", "op": "sum",
+                "candidates": [measured(fast), measured(slow)],
+                "rows": [
+                    {"bytes": 8, "us": [1.0, 500.0]},
+                    {"bytes": 1 << 24, "us": [10.0, 9000.0]},
+                ],
+            }],
+        });
+        std::fs::write(&file, table.to_string()).unwrap();
+        let predicted = predict(&plan(fast), &Topology::cpu(), BYTES).unwrap();
+        let (tuned, expected) = (simulated(), predicted.total_us.unwrap());
+        assert!(
+            (tuned - expected).abs() < 1e-4 * expected,
+            "{tuned} us, but {fast} takes {expected} us"
+        );
+        times.push(tuned);
+    }
+    // One of them is not what the shipped rule takes.
+    assert!((times[0] - times[1]).abs() > 0.01 * times[0], "{times:?}");
 }
 
 #[test]

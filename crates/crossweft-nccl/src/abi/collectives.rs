@@ -2,7 +2,7 @@
 
 use crossweft_collective::{Collective, ReduceOp};
 
-use super::{Stream, calls, grouped, on, success, unsigned};
+use super::{Stream, calling, calls, on, success, unsigned};
 use crate::call::{Call, Reduction, Request, data_type};
 use crate::pointer::{Address, Out, RecvBuffer, ScalarPointer, SendBuffer, Versioned};
 use crate::status::{Error, Status};
@@ -19,32 +19,31 @@ struct What {
 fn call(
     what: What,
     (send, recv, count): (SendBuffer, RecvBuffer, usize),
-    comm: Address,
+    (comm, stream): (Address, Stream),
 ) -> Result<Status, Error> {
-    grouped(|| {
-        on(comm, |comm| {
-            let communicator = comm.usable()?;
-            let dtype = data_type(what.dtype)?;
-            let reduction = match what.reduction {
-                Some(number) => comm.reduction(number, dtype)?,
-                None => Reduction::Plain(ReduceOp::Sum),
-            };
-            let request = Request {
-                collective: what.collective,
-                send,
-                recv,
-                count,
-                dtype,
-                reduction,
-            };
-            match request.on(communicator.rank(), communicator.world_size())? {
-                Some(mut call) => {
-                    call.locate(|range| table::place_of(comm, range));
-                    group::call(comm, Call::Collective(call))
-                }
-                None => Ok(Status::Success),
+    calling(comm, |comm| {
+        let communicator = comm.usable()?;
+        let dtype = data_type(what.dtype)?;
+        let reduction = match what.reduction {
+            Some(number) => comm.reduction(number, dtype)?,
+            None => Reduction::Plain(ReduceOp::Sum),
+        };
+        let request = Request {
+            collective: what.collective,
+            send,
+            recv,
+            count,
+            dtype,
+            reduction,
+            stream: stream.number(),
+        };
+        match request.on(communicator.rank(), communicator.world_size())? {
+            Some(mut call) => {
+                call.locate(|range| table::place_of(comm, range));
+                group::call(comm, Call::Collective(call))
             }
-        })
+            None => Ok(Status::Success),
+        }
     })
 }
 
@@ -68,139 +67,138 @@ fn moving(collective: Collective, dtype: i32) -> What {
 
 fn with(
     settings: &Versioned,
+    comm: Address,
     act: impl FnOnce() -> Result<Status, Error>,
 ) -> Result<Status, Error> {
-    grouped(|| {
-        config::check_collective(settings)?;
-        act()
-    })
+    calling(comm, |_| config::check_collective(settings))?;
+    act()
 }
 
-fn rooted(root: i32) -> Result<u32, Error> {
-    unsigned("root", root).inspect_err(group::fail)
+fn rooted(root: i32, comm: Address) -> Result<u32, Error> {
+    calling(comm, |_| unsigned("root", root))
 }
 
 calls! {
     fn ncclAllReduce(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, comm: Address, stream: Stream,
     ) {
-        call(reducing(Collective::AllReduce, dtype, op), (send, recv, count), comm)
+        call(reducing(Collective::AllReduce, dtype, op), (send, recv, count), (comm, stream))
     }
 
     fn ncclAllReduceConfig(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, comm: Address, stream: Stream,
         settings: Versioned,
     ) {
-        with(&settings, || call(reducing(Collective::AllReduce, dtype, op), (send, recv, count), comm))
+        with(&settings, comm, || call(reducing(Collective::AllReduce, dtype, op), (send, recv, count), (comm, stream)))
     }
 
     fn ncclReduce(
         send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, root: i32, comm: Address,
-        _stream: Stream,
+        stream: Stream,
     ) {
-        let root = rooted(root)?;
-        call(reducing(Collective::Reduce { root }, dtype, op), (send, recv, count), comm)
+        let root = rooted(root, comm)?;
+        call(reducing(Collective::Reduce { root }, dtype, op), (send, recv, count), (comm, stream))
     }
 
     fn ncclReduceConfig(
         send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, root: i32, comm: Address,
-        _stream: Stream, settings: Versioned,
+        stream: Stream, settings: Versioned,
     ) {
-        let root = rooted(root)?;
-        with(&settings, || {
-            call(reducing(Collective::Reduce { root }, dtype, op), (send, recv, count), comm)
+        let root = rooted(root, comm)?;
+        with(&settings, comm, || {
+            call(reducing(Collective::Reduce { root }, dtype, op), (send, recv, count), (comm, stream))
         })
     }
 
     fn ncclReduceScatter(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, comm: Address, stream: Stream,
     ) {
-        call(reducing(Collective::ReduceScatter, dtype, op), (send, recv, count), comm)
+        call(reducing(Collective::ReduceScatter, dtype, op), (send, recv, count), (comm, stream))
     }
 
     fn ncclReduceScatterConfig(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, op: i32, comm: Address, stream: Stream,
         settings: Versioned,
     ) {
-        with(&settings, || call(reducing(Collective::ReduceScatter, dtype, op), (send, recv, count), comm))
+        with(&settings, comm, || call(reducing(Collective::ReduceScatter, dtype, op), (send, recv, count), (comm, stream)))
     }
 
     fn ncclBcast(
-        buffer: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, _stream: Stream,
+        buffer: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, stream: Stream,
     ) {
-        let root = rooted(root)?;
-        call(moving(Collective::Broadcast { root }, dtype), (buffer.as_send(), buffer, count), comm)
+        let root = rooted(root, comm)?;
+        call(moving(Collective::Broadcast { root }, dtype), (buffer.as_send(), buffer, count), (comm, stream))
     }
 
     fn ncclBroadcast(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, stream: Stream,
     ) {
-        let root = rooted(root)?;
-        call(moving(Collective::Broadcast { root }, dtype), (send, recv, count), comm)
+        let root = rooted(root, comm)?;
+        call(moving(Collective::Broadcast { root }, dtype), (send, recv, count), (comm, stream))
     }
 
     fn ncclBroadcastConfig(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, stream: Stream,
         settings: Versioned,
     ) {
-        let root = rooted(root)?;
-        with(&settings, || call(moving(Collective::Broadcast { root }, dtype), (send, recv, count), comm))
+        let root = rooted(root, comm)?;
+        with(&settings, comm, || call(moving(Collective::Broadcast { root }, dtype), (send, recv, count), (comm, stream)))
     }
 
     fn ncclAllGather(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, comm: Address, stream: Stream,
     ) {
-        call(moving(Collective::AllGather, dtype), (send, recv, count), comm)
+        call(moving(Collective::AllGather, dtype), (send, recv, count), (comm, stream))
     }
 
     fn ncclAllGatherConfig(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, comm: Address, stream: Stream,
         settings: Versioned,
     ) {
-        with(&settings, || call(moving(Collective::AllGather, dtype), (send, recv, count), comm))
+        with(&settings, comm, || call(moving(Collective::AllGather, dtype), (send, recv, count), (comm, stream)))
     }
 
     fn ncclAlltoAll(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, comm: Address, stream: Stream,
     ) {
-        call(moving(Collective::AllToAll, dtype), (send, recv, count), comm)
+        call(moving(Collective::AllToAll, dtype), (send, recv, count), (comm, stream))
     }
 
     fn ncclAlltoAllConfig(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, comm: Address, stream: Stream,
         settings: Versioned,
     ) {
-        with(&settings, || call(moving(Collective::AllToAll, dtype), (send, recv, count), comm))
+        with(&settings, comm, || call(moving(Collective::AllToAll, dtype), (send, recv, count), (comm, stream)))
     }
 
     fn ncclGather(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, stream: Stream,
     ) {
-        let root = rooted(root)?;
-        call(moving(Collective::Gather { root }, dtype), (send, recv, count), comm)
+        let root = rooted(root, comm)?;
+        call(moving(Collective::Gather { root }, dtype), (send, recv, count), (comm, stream))
     }
 
     fn ncclGatherConfig(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, stream: Stream,
         settings: Versioned,
     ) {
-        let root = rooted(root)?;
-        with(&settings, || call(moving(Collective::Gather { root }, dtype), (send, recv, count), comm))
+        let root = rooted(root, comm)?;
+        with(&settings, comm, || call(moving(Collective::Gather { root }, dtype), (send, recv, count), (comm, stream)))
     }
 
     fn ncclScatter(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, stream: Stream,
     ) {
-        let root = rooted(root)?;
-        call(moving(Collective::Scatter { root }, dtype), (send, recv, count), comm)
+        let root = rooted(root, comm)?;
+        call(moving(Collective::Scatter { root }, dtype), (send, recv, count), (comm, stream))
     }
 
     fn ncclScatterConfig(
-        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, _stream: Stream,
+        send: SendBuffer, recv: RecvBuffer, count: usize, dtype: i32, root: i32, comm: Address, stream: Stream,
         settings: Versioned,
     ) {
-        let root = rooted(root)?;
-        with(&settings, || call(moving(Collective::Scatter { root }, dtype), (send, recv, count), comm))
+        let root = rooted(root, comm)?;
+        with(&settings, comm, || call(moving(Collective::Scatter { root }, dtype), (send, recv, count), (comm, stream)))
     }
 
     fn ncclRedOpCreatePreMulSum(

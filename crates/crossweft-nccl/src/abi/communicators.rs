@@ -79,6 +79,19 @@ fn making(
     })
 }
 
+/// Changes a communicator now, or in its turn when the group ends.
+fn or_with_group(
+    comm: &Arc<Comm>,
+    change: fn(&Comm) -> Result<(), Error>,
+) -> Result<Status, Error> {
+    if !group::is_open() {
+        comm.idle()?;
+        return change(comm).map(success);
+    }
+    let own = Arc::clone(comm);
+    group::manage(comm, None, move || change(&own))
+}
+
 fn default_config() -> Versioned {
     Versioned::null()
 }
@@ -134,19 +147,30 @@ calls! {
             if let Some(device) = devices.iter().find(|&&device| device < 0) {
                 return Err(Error::argument(format!("devlist names device {device}")));
             }
-            settings::check_device()?;
-            let id = Id(derive::unique_id()?.to_bytes());
+            (0..n as usize).try_for_each(|rank| comms.at(rank).set("comm", Address::of(0)))?;
+            let config = Config::read(&default_config(), None)?;
+            let made: Vec<_> = devices.iter().map(|&device| Comm::new(config.clone(), Some(device))).collect::<Result<_, _>>()?;
+            let id = derive::unique_id()?;
             group::start();
-            let begun = (0..count).zip(&devices).try_for_each(|(rank, &device)| {
-                let place = comms.at(usize::try_from(rank).unwrap_or(0));
-                join(&place, (count, rank), &id, Config::read(&default_config(), None)?, Some(device))
-                    .map(drop)
+            let mut handles = Vec::new();
+            let begun = (0..n).zip(&made).try_for_each(|(rank, comm)| {
+                let handle = table::insert(comm);
+                handles.push(handle);
+                comms.at(rank as usize).set("comm", handle)?;
+                let (own, id) = (Arc::clone(comm), id.clone());
+                group::manage(comm, Some(Arc::clone(comm)), move || own.join(&id, rank, n)).map(drop)
             });
             if let Err(error) = &begun {
                 group::fail(error);
             }
             let ended = group::end();
-            begun.and(ended)
+            begun.and(ended).inspect_err(|_| {
+                for (rank, handle) in handles.into_iter().enumerate() {
+                    // Both were there a moment ago.
+                    let _ = table::remove(handle).map(|comm| comm.abort());
+                    let _ = comms.at(rank).set("comm", Address::of(0));
+                }
+            })
         })
     }
 
@@ -168,6 +192,10 @@ calls! {
             return Ok(Status::Success);
         }
         grouped(|| on(comm, |comm| {
+            if comm.phase() == Phase::Finalized {
+                // The code that NCCL has for it.
+                return Err(Error::argument("the communicator was finalised before: only ncclCommDestroy can follow"));
+            }
             comm.usable()?;
             let own = Arc::clone(comm);
             group::manage(comm, None, move || {
@@ -177,10 +205,11 @@ calls! {
         }))
     }
 
-    /// Of NULL, as NCCL has it, there is nothing to destroy.
+    /// Of NULL, as NCCL has it, there is nothing to destroy. In a group the communicator ends with that, but its handle
+    /// now.
     fn ncclCommDestroy(comm: Address) {
         if comm != Address::of(0) {
-            table::remove(comm)?.leave();
+            group::leave(table::remove(comm)?);
         }
         Ok(Status::Success)
     }
@@ -200,7 +229,7 @@ calls! {
                 )));
             }
             match comm.phase() {
-                Phase::Finalized => Err(Error::usage("the communicator was finalised: there is nothing to revoke")),
+                Phase::Finalized => Err(Error::argument("the communicator was finalised: there is nothing to revoke")),
                 _ => comm.revoke(),
             }
         })
@@ -335,17 +364,16 @@ calls! {
 
     /// Gives the communicator's scratch memory back. To be called on every rank, as NCCL's.
     fn ncclCommSuspend(comm: Address, flags: i32) {
-        on(comm, |comm| {
+        grouped(|| on(comm, |comm| {
             if flags != 1 {
                 return Err(Error::argument(format!("flags is {flags}; it must be NCCL_SUSPEND_MEM")));
             }
-            comm.suspend()
-        })
-        .map(success)
+            or_with_group(comm, Comm::suspend)
+        }))
     }
 
     fn ncclCommResume(comm: Address) {
-        on(comm, |comm| comm.resume()).map(success)
+        grouped(|| on(comm, |comm| or_with_group(comm, Comm::resume)))
     }
 
     fn ncclCommMemStats(comm: Address, stat: i32, value: Out<u64>) {

@@ -58,7 +58,7 @@ macro_rules! exports {
 }
 pub(crate) use {calls, exports};
 
-/// What a stream is on host memory: of no account.
+/// What a stream is on host memory: of no account, but to another library.
 type Stream = Address;
 
 /// Does something with the communicator behind a handle; an error is also the communicator's last one.
@@ -67,8 +67,15 @@ fn on<T>(comm: Address, act: impl FnOnce(&Arc<Comm>) -> Result<T, Error>) -> Res
     act(&comm).inspect_err(|error| comm.note(error))
 }
 
+/// Makes calls on the communicator behind a handle, at once or with the group. If that is refused, the other ranks
+/// learn it.
+fn calling<T>(comm: Address, act: impl FnOnce(&Arc<Comm>) -> Result<T, Error>) -> Result<T, Error> {
+    // One that has failed in a call is past that.
+    grouped(|| on(comm, |comm| act(comm).inspect_err(|_| comm.refuse())))
+}
+
 /// A call that counts in a group: if it fails, so does the group.
-fn grouped(act: impl FnOnce() -> Result<Status, Error>) -> Result<Status, Error> {
+fn grouped<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     guarded(act).inspect_err(group::fail)
 }
 

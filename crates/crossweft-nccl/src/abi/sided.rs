@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Stream, calls, grouped, on, unsigned};
+use super::{Stream, calling, calls, unsigned};
 use crate::call::{Call, bytes_of, data_type};
 use crate::comm::Comm;
 use crate::pointer::{Address, In, RecvBuffer, SendBuffer};
@@ -35,27 +35,27 @@ fn only_zero(numbers: &[(&str, i32)]) -> Result<(), Error> {
 }
 
 calls! {
-    fn ncclSend(send: SendBuffer, count: usize, dtype: i32, peer: i32, comm: Address, _stream: Stream) {
-        grouped(|| on(comm, |comm| {
+    fn ncclSend(send: SendBuffer, count: usize, dtype: i32, peer: i32, comm: Address, stream: Stream) {
+        calling(comm, |comm| {
             let peer = rank_of(comm, peer)?;
             let data = send.bytes("sendbuff", bytes(count, dtype)?)?;
-            group::call(comm, Call::Send(peer, data))
-        }))
+            group::call(comm, Call::Send(peer, data, stream.number()))
+        })
     }
 
-    fn ncclRecv(recv: RecvBuffer, count: usize, dtype: i32, peer: i32, comm: Address, _stream: Stream) {
-        grouped(|| on(comm, |comm| {
+    fn ncclRecv(recv: RecvBuffer, count: usize, dtype: i32, peer: i32, comm: Address, stream: Stream) {
+        calling(comm, |comm| {
             let peer = rank_of(comm, peer)?;
             let data = recv.bytes("recvbuff", bytes(count, dtype)?)?;
-            group::call(comm, Call::Receive(peer, data))
-        }))
+            group::call(comm, Call::Receive(peer, data, stream.number()))
+        })
     }
 
     fn ncclPutSignal(
         local: SendBuffer, count: usize, dtype: i32, peer: i32, window: Address, offset: usize,
         signal: i32, context: i32, flags: u32, comm: Address, _stream: Stream,
     ) {
-        grouped(|| on(comm, |comm| {
+        calling(comm, |comm| {
             only_zero(&[("sigIdx", signal), ("ctx", context), ("flags", flags.cast_signed())])?;
             let peer = rank_of(comm, peer)?;
             let window = table::window_of(comm, window)?;
@@ -64,18 +64,18 @@ calls! {
             window.check(offset as u64, bytes as u64)?;
             let data = local.bytes("localbuff", bytes)?;
             group::call(comm, Call::Put(peer, data, window, offset as u64))
-        }))
+        })
     }
 
     fn ncclSignal(peer: i32, signal: i32, context: i32, flags: u32, comm: Address, _stream: Stream) {
-        grouped(|| on(comm, |comm| {
+        calling(comm, |comm| {
             only_zero(&[("sigIdx", signal), ("ctx", context), ("flags", flags.cast_signed())])?;
             group::call(comm, Call::Signal(rank_of(comm, peer)?))
-        }))
+        })
     }
 
     fn ncclWaitSignal(count: i32, signals: In<[i32; 4]>, comm: Address, _stream: Stream) {
-        grouped(|| on(comm, |comm| {
+        calling(comm, |comm| {
             comm.usable()?;
             let count = unsigned("nDesc", count)? as usize;
             let mut waits = Vec::new();
@@ -84,6 +84,6 @@ calls! {
                 waits.push(Call::Wait(rank_of(comm, peer)?, unsigned("opCnt", number)?));
             }
             group::calls(comm, waits)
-        }))
+        })
     }
 }

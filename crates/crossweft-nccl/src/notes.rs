@@ -1,0 +1,198 @@
+//! What a rank notes for others that may wait for it in vain.
+//!
+//! Ranks in a collective look at what the rank is noted to do that they wait for; if that is none of what they wait for, and
+//! stays so, they give up and say what it is. So a rank that has refused a call, or prepares one that the others had
+//! prepared before, is found out in some seconds, not at the deadline.
+
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossweft_channel::{CallLine, Endpoint};
+use crossweft_collective::Communicator;
+
+use crate::status::Error;
+
+/// How long a refused call may be waited for: the program may be about to make it once more.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often ranks that prepare look at the others.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// One rank's notes.
+#[derive(Debug)]
+pub(crate) struct Notes {
+    endpoint: Arc<Endpoint>,
+    refused: CallLine,
+    preparing: CallLine,
+    windows: CallLine,
+    delegated: CallLine,
+    /// Whether the last call was refused.
+    is_refused: Mutex<bool>,
+    waiting: Mutex<Waiting>,
+}
+
+/// A rank and how many calls it had refused, and when that was first seen.
+type Seen = Option<((u32, u64), Instant)>;
+
+/// For whose messages or signals a rank waits.
+#[derive(Debug, Default)]
+struct Waiting {
+    peers: Vec<u32>,
+    seen: Seen,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change is one assignment.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Notes {
+    /// All ranks' notes; made in the same order as whatever else they note.
+    pub(crate) fn new(communicator: &Communicator) -> Arc<Self> {
+        let endpoint = communicator.endpoint();
+        let notes = Arc::new(Self {
+            endpoint: Arc::clone(endpoint),
+            refused: endpoint
+                .own_call_line("has refused a call, for the reason that it gave there"),
+            preparing: endpoint.own_call_line("prepares a call, larger or other than those before"),
+            windows: endpoint.own_call_line("is in a call between windows"),
+            delegated: endpoint.own_call_line("is in a call that is delegated to another library"),
+            is_refused: Mutex::default(),
+            waiting: Mutex::default(),
+        });
+        let weak = Arc::downgrade(&notes);
+        communicator.interrupt_when(move || weak.upgrade()?.gives_up());
+        notes
+    }
+
+    /// A call that others may be in was refused here.
+    pub(crate) fn refuse(&self) {
+        let mut is_refused = lock(&self.is_refused);
+        if !std::mem::replace(&mut *is_refused, true) {
+            self.refused.begin(&self.endpoint, 0);
+        }
+    }
+
+    /// Another call is made.
+    pub(crate) fn go_on(&self) {
+        let mut is_refused = lock(&self.is_refused);
+        if std::mem::take(&mut *is_refused) {
+            self.refused.end(&self.endpoint);
+        }
+    }
+
+    /// Prepares for a call with a message of `bytes` bytes, which all ranks do together; ends the wait for one that
+    /// has refused that call.
+    pub(crate) fn preparing<T, E>(
+        &self,
+        bytes: u64,
+        prepare: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        self.preparing.begin(&self.endpoint, bytes);
+        let begun = |rank| {
+            self.preparing
+                .noted_by(&self.endpoint, rank)
+                .map(|(begun, _)| begun)
+        };
+        let own = begun(self.endpoint.rank());
+        let (prepared, ends) = channel();
+        let result = std::thread::scope(|scope| {
+            let watch = std::thread::Builder::new().name("crossweft-nccl".to_owned());
+            // Without it, the wait ends at the deadline.
+            let _ = watch.spawn_scoped(scope, move || {
+                let mut seen = None;
+                while ends.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
+                    if let Some(reason) = self.look(&mut seen, |rank| begun(rank) < own) {
+                        self.endpoint.group().abort(&reason);
+                    }
+                }
+            });
+            let result = prepare();
+            drop::<Sender<()>>(prepared);
+            result
+        });
+        if result.is_ok() {
+            self.preparing.end(&self.endpoint);
+        }
+        result
+    }
+
+    /// Runs what waits for messages or signals of `peers`, or for room to send them some.
+    pub(crate) fn waiting_for<T>(&self, peers: Vec<u32>, run: impl FnOnce() -> T) -> T {
+        let waiting = |peers| *lock(&self.waiting) = Waiting { peers, seen: None };
+        waiting(peers);
+        let result = run();
+        waiting(Vec::new());
+        result
+    }
+
+    /// Why this rank should not wait on for messages or signals, if so. Asked now and then while it waits.
+    fn gives_up(&self) -> Option<String> {
+        let Waiting { peers, seen } = &mut *lock(&self.waiting);
+        self.look(seen, |rank| peers.contains(&rank))
+    }
+
+    /// Whether a rank that is waited for does not come because it has refused a call; it is seen to have for how long.
+    fn look(&self, seen: &mut Seen, is_waited_for: impl Fn(u32) -> bool) -> Option<String> {
+        let refused_by = |rank| self.refused.noted_by(&self.endpoint, rank);
+        // What this rank has refused as well is nothing that it waits for.
+        let own = refused_by(self.endpoint.rank()).map_or(0, |(refusals, _)| refusals);
+        let refuser = (0..self.endpoint.world_size())
+            .filter(|&rank| is_waited_for(rank))
+            .find_map(|rank| match refused_by(rank)? {
+                (refusals, true) if refusals > own => Some((rank, refusals)),
+                _ => None,
+            });
+        let first = match (*seen, refuser) {
+            (_, None) => {
+                *seen = None;
+                return None;
+            }
+            (Some((before, first)), Some(refuser)) if before == refuser => first,
+            (_, Some(refuser)) => seen.insert((refuser, Instant::now())).1,
+        };
+        let (rank, _) = refuser?;
+        (first.elapsed() > PATIENCE).then(|| {
+            format!(
+                "rank {rank} has refused a call that others wait for, for the reason that it gave there"
+            )
+        })
+    }
+
+    /// Runs what another library does of a call with a message of `bytes` bytes.
+    pub(crate) fn delegated(
+        &self,
+        bytes: u64,
+        run: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.delegated.begin(&self.endpoint, bytes);
+        run()?;
+        self.delegated.end(&self.endpoint);
+        Ok(())
+    }
+
+    /// Runs a call between windows, on messages of `bytes` bytes at these offsets of the two. All ranks' results depend on
+    /// all ranks' messages, so each can see afterwards whether theirs lay where it looked for them.
+    pub(crate) fn between_windows<E>(
+        &self,
+        bytes: u64,
+        offsets: (u64, u64),
+        run: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), Error>
+    where
+        Error: From<E>,
+    {
+        self.windows.begin_at(&self.endpoint, bytes, offsets);
+        run()?;
+        let elsewhere = self.windows.elsewhere(&self.endpoint);
+        self.windows.end(&self.endpoint);
+        match elsewhere {
+            None => Ok(()),
+            Some((rank, theirs)) => Err(Error::usage(format!(
+                "rank {rank} has its message at offset {} and its result at {} of the symmetric windows, this rank at {} \
+                 and {}: give the same on every rank, or register without NCCL_WIN_COLL_SYMMETRIC",
+                theirs.0, theirs.1, offsets.0, offsets.1
+            ))),
+        }
+    }
+}
