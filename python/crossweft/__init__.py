@@ -3,6 +3,7 @@
 * :class:`Plan`: a communication plan; read it, check it, run it, export it.
 * :func:`compile`: a plan from a program of :mod:`crossweft.language`.
 * :class:`Communicator`: one rank of a job; runs plans and collectives on tensors.
+* :mod:`crossweft.moe`: dispatch and combine of a mixture of experts.
 * :class:`UniqueId`: how ranks without a launcher find each other.
 * :mod:`crossweft.torch`: all of it for torch; imported by itself, since it needs torch.
 * :func:`report`: what became of the calls made through it.
@@ -26,6 +27,7 @@ from ._crossweft import (
 )
 from .errors import (
     Aborted,
+    CapacityError,
     CheckError,
     DeviceError,
     Error,
@@ -43,6 +45,7 @@ from .errors import (
 
 __all__ = [
     "Aborted",
+    "CapacityError",
     "CallCount",
     "CheckError",
     "Communicator",

@@ -14,6 +14,9 @@ __all__ = [
     "Diagnostic",
     "Memory",
     "MessageGroup",
+    "MoeCounts",
+    "MoeGroup",
+    "MoeHandle",
     "Plan",
     "PreparedPlan",
     "Program",
@@ -36,6 +39,9 @@ _DType: TypeAlias = Any
 _Counts: TypeAlias = Any
 _Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
 _Device: TypeAlias = Literal["cpu", "cuda", "auto"]
+_Layout: TypeAlias = Literal["expert_major", "expert_packed", "rank_major", "flat"]
+#: Scales of quantised tokens.
+_Scales: TypeAlias = Literal["f32", "f32_powers_of_two", "ue8m0"]
 _T = TypeVar("_T")
 
 def describe(tensor: _Tensor) -> dict[str, Any]:
@@ -599,3 +605,125 @@ class Program:
     def begin_loop(self, unit_bytes: int, chunks: int) -> None: ...
     def end_loop(self) -> None: ...
     def compile(self) -> Plan: ...
+
+@final
+class MoeGroup:
+    """What :class:`crossweft.moe.Group` is a face of."""
+
+    def __new__(
+        cls,
+        communicator: Communicator,
+        *,
+        experts: int,
+        max_tokens: int,
+        hidden: int,
+        top_k: int,
+        dtype: _DType | None = None,
+        blocks: int = 1,
+        timeout: float | None = None,
+        masking: bool = False,
+    ) -> Self: ...
+    @staticmethod
+    def registered_bytes(
+        ranks: int, *, experts: int, max_tokens: int, hidden: int, top_k: int, dtype: _DType | None = None
+    ) -> int:
+        """What the memory that peers write into takes on each rank of such a group."""
+    @property
+    def communicator(self) -> Communicator: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def masking(self) -> bool: ...
+    @property
+    def allocated_bytes(self) -> int: ...
+    def expert_bounds(self, rank: int | None = None) -> tuple[int, int]: ...
+    @property
+    def masked(self) -> list[bool]: ...
+    def set_masked(self, rank: int, masked: bool) -> None: ...
+    def handle(
+        self,
+        experts: _Tensor,
+        top_k: int,
+        weights: _Tensor | None = None,
+        *,
+        layout: _Layout = "expert_major",
+        alignment: int = 1,
+    ) -> MoeHandle: ...
+    def output_shape(
+        self, layout: _Layout, top_k: int, *, alignment: int = 1, scales: _Scales | None = None
+    ) -> tuple[int, int, int, int]:
+        """Rows, bytes of a row's elements and of its scales, experts of a row."""
+
+@final
+class MoeHandle:
+    """What :class:`crossweft.moe.Handle` is a face of."""
+
+    @property
+    def group(self) -> MoeGroup: ...
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank."""
+    @property
+    def allocated_bytes(self) -> int: ...
+    def route(self, experts: _Tensor, top_k: int, weights: _Tensor | None = None) -> None: ...
+    def output_shape(self, *, scales: _Scales | None = None) -> tuple[int, int, int, int]: ...
+    def counts(self) -> MoeCounts: ...
+    def dispatch(
+        self,
+        tokens: _Tensor,
+        output: _Tensor,
+        *,
+        scales: _Tensor | None = None,
+        quantise: _Scales | None = None,
+        output_scales: _Tensor | None = None,
+        output_experts: _Tensor | None = None,
+        output_weights: _Tensor | None = None,
+        output_sources: _Tensor | None = None,
+    ) -> None: ...
+    def dispatch_send(
+        self, tokens: _Tensor, *, scales: _Tensor | None = None, quantise: _Scales | None = None
+    ) -> None: ...
+    def wait_for_counts(self) -> MoeCounts: ...
+    def dispatch_complete(
+        self,
+        output: _Tensor,
+        *,
+        scales: _Tensor | None = None,
+        experts: _Tensor | None = None,
+        weights: _Tensor | None = None,
+        sources: _Tensor | None = None,
+    ) -> None: ...
+    def combine(self, rows: _Tensor, output: _Tensor, *, weights: _Tensor | None = None) -> None: ...
+    def combine_send(self, rows: _Tensor, *, weights: _Tensor | None = None) -> None: ...
+    def combine_complete(self, output: _Tensor) -> None: ...
+
+@final
+class MoeCounts:
+    """How many rows a dispatch brought, and where they lie."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that the layout takes up, gaps and padding included: what a combine's input must have."""
+    @property
+    def per_expert(self) -> list[int]:
+        """Tokens for each local expert, without padding."""
+    @property
+    def per_source(self) -> list[int]:
+        """Tokens from each rank; each once, however many experts here it is for."""
+    @property
+    def expert_offsets(self) -> list[int]:
+        """The first row of each local expert, where rows are grouped by expert."""
+    def bounds(self, expert: int, source: int) -> tuple[int, int]:
+        """The rows of a local expert that are tokens of a rank: the first, and one past the last."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Aborted",
+    "CapacityError",
     "CheckError",
     "DeviceError",
     "Error",
@@ -91,6 +92,10 @@ class TensorError(Error, ValueError):
 
 class UsageError(Error, ValueError):
     """A call makes no sense, or does not fit the plan or the job."""
+
+
+class CapacityError(Error, ValueError):
+    """More tokens came than an output has room for; complete the dispatch again with more."""
 
 
 class LaunchError(Error, RuntimeError):

@@ -1,6 +1,6 @@
 //! The `crossweft` command.
 //!
-//! * [`bench`](mod@bench): measures a collective and checks its results.
+//! * [`bench`](mod@bench): measures a collective, or dispatch and combine, and checks the results.
 //! * [`explain`]: what a size takes, and why not something else.
 //! * [`tune`]: measures the candidates and keeps what was found.
 //! * [`doctor`]: what this machine offers and what would be used.
@@ -100,7 +100,7 @@ fn main() -> ExitCode {
         }
     };
     match cli.command {
-        Command::Bench(collective) => bench::run(&collective.options()).into(),
+        Command::Bench(command) => command.run().into(),
         Command::Matrix(options) => matrix::run(&options).into(),
         Command::Plan(command) => plan::run(&command).into(),
         Command::Explain(options) => explain::run(&options).into(),

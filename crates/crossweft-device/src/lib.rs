@@ -53,6 +53,7 @@ pub mod extent;
 pub mod fifo;
 pub mod gpu;
 pub mod memory;
+pub mod moe;
 pub mod norm;
 pub mod packet;
 pub mod program;

@@ -24,6 +24,7 @@ use crossweft_device::exchange::{
 };
 use crossweft_device::executor::run_block;
 use crossweft_device::fifo::{Fifo, TRIGGER_BYTES, Trigger, TriggerKind};
+use crossweft_device::moe;
 use crossweft_device::packet::{self, copy_from_packets, copy_to_packets, flag_of};
 use crossweft_device::program::{
     BASES_AT, BlockOps, COUNTER_STRIDE, Launch, Op, OpKind, Operand, Program, SPACES, Space, flags,
@@ -1388,4 +1389,309 @@ fn a_refusal_is_heard_by_the_sender_with_both_sizes() {
         assert_eq!((fault.sent.bytes, fault.wanted.bytes), (16, 8));
         join(there);
     });
+}
+
+// ---- dispatch and combine ----
+
+/// Sums of words.
+struct LoomRows;
+
+impl moe::rows::Rows for LoomRows {
+    unsafe fn sum<B: Block>(&self, block: &B, to: u64, terms: &[moe::rows::Term], elements: u64) {
+        for at in (0..elements).map(|i| 8 * i) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let words = terms
+                    .iter()
+                    .map(|term| block.memory().read::<u64>(term.address + at));
+                let sum: u64 = words.sum();
+                block.memory().write(to + at, sum);
+            }
+        }
+    }
+
+    unsafe fn quantise<B: Block>(
+        &self,
+        _: &B,
+        _: (u64, u64),
+        _: u64,
+        _: u64,
+        _: moe::dispatch::Quantise,
+    ) {
+        unreachable!("nothing is quantised here");
+    }
+}
+
+/// What two ranks with an expert each do, of which each has one token of one word for each expert. The arena has the
+/// memory that ranks reach, then each rank's tables.
+#[derive(Clone, Copy)]
+enum Moe {
+    /// So many dispatches, of which two are under way at a time.
+    Dispatches(u64),
+    /// A dispatch, and a combine with weights.
+    Pass,
+}
+
+/// Words of a rank's tables, and where they are.
+const MOE_TABLES: u64 = 32;
+const MEMORIES: u64 = 0;
+const MASKED: u64 = 2;
+/// The state's words are a line apart; what else is small lies between.
+const STATE: u64 = 4;
+const BLOCK_ROWS: u64 = 5;
+const BLOCK_EXPERTS: u64 = 6;
+const EXPERTS: u64 = 7;
+const WEIGHTS: u64 = 8;
+const SLOTS: u64 = 9;
+const SENT_ROWS: u64 = 10;
+const RECEIVED: u64 = 11;
+const COUNTS: u64 = 13;
+const BEGINS: u64 = 14;
+const CURSORS: u64 = 15;
+const MOE_BASES: u64 = 16;
+const OFFSETS: u64 = 17;
+const TOKEN: u64 = 18;
+const SUM: u64 = 19;
+const POSITIONS: u64 = 21;
+const RECEIVED_WEIGHTS: u64 = 23;
+const ROWS: u64 = 25;
+
+impl Moe {
+    const GEOMETRY: moe::Geometry = moe::Geometry {
+        ranks: 2,
+        max_tokens: 1,
+        top_k: 2,
+        experts: 2,
+        payload_bytes: 8,
+    };
+
+    /// Words of the memory that ranks reach, of each rank: a credit for each, then for both parities and sources
+    /// packets, flags, weights and a row, a line each.
+    const MEMORY: u64 = Self::GEOMETRY.bytes() / 8;
+
+    fn memory() -> LoomMemory {
+        assert_eq!(Self::MEMORY, 8 * (2 + 2 * 2 * (1 + 1 + 1 + 1)));
+        let shared = (0..Self::MEMORY).map(|word| match (word / 8).checked_sub(2) {
+            None => true,
+            Some(line) => matches!(line % 4, 0 | 1),
+        });
+        let is_atomic = |word| matches!(word, MASKED | 3 | STATE | 12 | 20);
+        let tables = (0..MOE_TABLES).map(is_atomic);
+        LoomMemory::mixed(
+            shared
+                .clone()
+                .chain(shared)
+                .chain(tables.clone())
+                .chain(tables),
+        )
+    }
+
+    /// Where rank `rank` raises the flag for rows of call number `call` at the other.
+    fn flag(rank: u64, call: u64) -> u64 {
+        let line = 2 + ((call & 1) * 2 + rank) * 4 + 1;
+        BASE + 8 * ((1 - rank) * Self::MEMORY + 8 * line)
+    }
+
+    /// Where rank `rank` says to the other what it has read.
+    fn credit(rank: u64) -> u64 {
+        BASE + 8 * ((1 - rank) * Self::MEMORY + 8 * rank)
+    }
+
+    fn run(self, memory: &Rc<LoomMemory>, me: u64) {
+        let table = |word: u64| BASE + 8 * (2 * Self::MEMORY + me * MOE_TABLES + word);
+        for rank in 0..2 {
+            write(
+                memory,
+                table(MEMORIES + rank),
+                BASE + 8 * rank * Self::MEMORY,
+            );
+        }
+        write(memory, table(EXPERTS), 1 << 32);
+        let group = moe::Group {
+            geometry: Self::GEOMETRY,
+            memories: table(MEMORIES),
+            masked: table(MASKED),
+            state: table(STATE),
+            block_rows: table(BLOCK_ROWS),
+            block_experts: table(BLOCK_EXPERTS),
+            staging: 0,
+            salt: 7,
+            rank: me as u32,
+            blocks: 1,
+        };
+        let routes = moe::Routes {
+            experts: table(EXPERTS),
+            weights: table(WEIGHTS),
+            slots: table(SLOTS),
+            sent: table(SENT_ROWS),
+            received: table(RECEIVED),
+            counts: table(COUNTS),
+            begins: table(BEGINS),
+            cursors: table(CURSORS),
+            bases: table(MOE_BASES),
+            offsets: table(OFFSETS),
+            positions: table(POSITIONS),
+            received_weights: table(RECEIVED_WEIGHTS),
+            tokens: 1,
+            top_k: 2,
+            placement: moe::Placement::ExpertMajor,
+            alignment: 1,
+        };
+        let rank = Rank {
+            block: LoomBlock::new(memory),
+            me,
+            table: table(0),
+            group,
+            routes,
+        };
+        // SAFETY: the tables lie in the arena, and each rank has its own.
+        unsafe {
+            match self {
+                Self::Dispatches(count) => {
+                    for call in 0..count {
+                        rank.send(call);
+                        if call > 0 {
+                            rank.receive(call - 1);
+                        }
+                    }
+                    rank.receive(count - 1);
+                }
+                Self::Pass => {
+                    rank.send(0);
+                    rank.receive(0);
+                    rank.combine();
+                }
+            }
+        }
+    }
+
+    /// Both ranks, with release stores at `relaxed` relaxed.
+    fn model(self, preemptions: usize, relaxed: Range<u64>) {
+        bounded_model(Some(preemptions), move || {
+            let memory = Rc::new({
+                let mut memory = Self::memory();
+                memory.relaxed = relaxed.clone();
+                memory
+            });
+            let there = {
+                let memory = memory.clone();
+                thread::spawn(move || self.run(&memory, 1))
+            };
+            self.run(&memory, 0);
+            join(there);
+        });
+    }
+}
+
+/// A rank of a [`Moe`].
+struct Rank {
+    block: LoomBlock,
+    me: u64,
+    table: u64,
+    group: moe::Group,
+    routes: moe::Routes,
+}
+
+/// # Safety
+/// of all methods: the tables must lie in the arena.
+impl Rank {
+    const DISPATCH: moe::Call = moe::Call { signature: 1 };
+
+    fn table(&self, word: u64) -> u64 {
+        self.table + 8 * word
+    }
+
+    /// The token of a rank.
+    fn value(rank: u64, call: u64) -> u64 {
+        100 * call + 10 * rank + 1
+    }
+
+    unsafe fn send(&self, call: u64) {
+        let memory = self.block.memory();
+        write(memory, self.table(TOKEN), Self::value(self.me, call));
+        let input = moe::dispatch::Input {
+            tokens: self.table(TOKEN),
+            hidden: 1,
+            token_bytes: 8,
+            payload_bytes: 8,
+            call: Self::DISPATCH,
+            ..moe::dispatch::Input::default()
+        };
+        let (group, routes) = (&self.group, &self.routes);
+        // SAFETY: the caller's promise.
+        unsafe { moe::dispatch::send(&self.block, &LoomRows, group, routes, &input, 0) }.unwrap();
+        // It has left.
+        write(memory, self.table(TOKEN), 0);
+    }
+
+    unsafe fn receive(&self, call: u64) {
+        let (block, group, routes) = (&self.block, &self.group, &self.routes);
+        let output = moe::dispatch::Output {
+            tokens: self.table(ROWS),
+            capacity: 2,
+            payload_bytes: 8,
+            ..moe::dispatch::Output::default()
+        };
+        // SAFETY: the caller's promise.
+        unsafe {
+            moe::dispatch::count(block, group, routes, Self::DISPATCH, 0).unwrap();
+            moe::dispatch::receive(block, group, routes, &output, 0).unwrap();
+        }
+        for rank in 0..2 {
+            let found = read(block.memory(), self.table(ROWS + rank));
+            assert_eq!(found, Self::value(rank, call));
+        }
+    }
+
+    /// The expert of rank 1 adds 1000.
+    unsafe fn combine(&self) {
+        let (block, group, routes) = (&self.block, &self.group, &self.routes);
+        for rank in 0..2 {
+            let made = Self::value(rank, 0) + 1000 * self.me;
+            write(block.memory(), self.table(ROWS + rank), made);
+        }
+        let input = moe::combine::Input {
+            rows: self.table(ROWS),
+            weights: self.table(WEIGHTS),
+            hidden: 1,
+            payload_bytes: 8,
+            weighting: moe::combine::Weighting::Given,
+            call: moe::Call { signature: 2 },
+        };
+        let (rows, sum) = (&LoomRows, self.table(SUM));
+        // SAFETY: the caller's promise.
+        unsafe {
+            moe::combine::send_weights(block, group, routes, &input, 0).unwrap();
+            moe::combine::send(block, rows, group, routes, &input, 0).unwrap();
+            moe::combine::receive(block, rows, group, routes, sum, &input, 0).unwrap();
+        }
+        assert_eq!(
+            read(block.memory(), sum),
+            2 * Self::value(self.me, 0) + 1000
+        );
+    }
+}
+
+#[test]
+fn tokens_of_two_calls_are_under_way_and_their_places_are_used_again() {
+    Moe::Dispatches(3).model(2, 0..0);
+}
+
+#[test]
+fn tokens_go_to_experts_and_back_with_weights_given_late() {
+    Moe::Pass.model(1, 0..0);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_rows_whose_flag_publishes_nothing() {
+    let flag = Moe::flag(1, 0);
+    Moe::Pass.model(2, flag..flag + 8);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_places_given_back_without_order() {
+    let credit = Moe::credit(1);
+    Moe::Dispatches(3).model(2, credit..credit + 8);
 }

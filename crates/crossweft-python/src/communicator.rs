@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crossweft_channel::Endpoint;
 use crossweft_collective::{
     AllReduceRmsNorm, Collective, CollectiveOptions, Communicator as Core, CommunicatorOptions,
     DataType, Devices, Exchange, ExchangeOptions, Explanation, PreparedCollective, ReduceOp,
@@ -11,6 +12,7 @@ use crossweft_collective::{
 };
 use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
 use crossweft_hal::{Device, cuda};
+use crossweft_moe::MoeError;
 use crossweft_net::launch::Job;
 use crossweft_net::{Bind, Cancel, NetError, Rendezvous, RendezvousOptions, UniqueId as CoreId};
 use crossweft_plan::Plan as CorePlan;
@@ -216,6 +218,19 @@ impl Communicator {
 
     pub(crate) fn failed(&self, error: &crossweft_collective::CollectiveError) -> PyErr {
         self.signals.or(error::of_call(error, Some(&self.core)))
+    }
+
+    pub(crate) fn failed_moe(&self, error: &MoeError) -> PyErr {
+        self.signals.or(error::of_moe(error, &self.core))
+    }
+
+    pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
+        self.core.endpoint()
+    }
+
+    /// Ends the job.
+    pub(crate) fn abort_because(&self, reason: &str) {
+        self.core.abort(reason);
     }
 
     /// The plan, prepared for messages of `bytes` bytes at least. Collective if it is not there yet.
@@ -462,7 +477,7 @@ impl Communicator {
         }
     }
 
-    fn limit(&self) -> Duration {
+    pub(crate) fn limit(&self) -> Duration {
         self.core.timeout()
     }
 

@@ -3,6 +3,7 @@
 use crossweft_channel::{ChannelError, StopCause};
 use crossweft_collective::{CollectiveError, Communicator, ExchangeError};
 use crossweft_executor::ExecutorError;
+use crossweft_moe::MoeError;
 use crossweft_net::{Failure, NetError};
 use crossweft_plan::PlanError;
 use pyo3::IntoPyObjectExt;
@@ -258,6 +259,33 @@ fn exchange(error: &ExchangeError, message: String, failure: Option<&Failure>) -
         }
         _ => Exception::new("Error", message),
     }
+}
+
+/// The exception for an error of a mixture of experts.
+pub(crate) fn of_moe(error: &MoeError, communicator: &Communicator) -> PyErr {
+    let failure = communicator.endpoint().group().liveness().failure();
+    let message = error.to_string();
+    let exception = match error {
+        MoeError::Channel { source } => channel(source, message, failure.as_ref()),
+        MoeError::Hal { .. } => Exception::new("DeviceError", message),
+        MoeError::Usage { rank, .. } => Exception::new("UsageError", message).number("rank", *rank),
+        MoeError::Capacity { rank, .. } => {
+            Exception::new("CapacityError", message).number("rank", *rank)
+        }
+        MoeError::Mismatch { rank, peer, .. } => Exception::new("Mismatch", message)
+            .number("rank", *rank)
+            .number("peer", *peer),
+        MoeError::Interrupted {
+            rank, peers, cause, ..
+        } => stopped(cause, message, failure.as_ref())
+            .number("rank", *rank)
+            .numbers("missing", peers),
+        MoeError::Poisoned { rank, .. } => {
+            Exception::new("Poisoned", message).number("rank", *rank)
+        }
+        _ => Exception::new("Error", message),
+    };
+    exception.into()
 }
 
 fn stopped(cause: &StopCause, message: String, failure: Option<&Failure>) -> Exception {

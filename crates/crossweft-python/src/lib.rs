@@ -7,6 +7,7 @@
 //! * `communicator`: communicators, unique ids, prepared plans;
 //! * `rms_norm`: all-reduces with what follows them in a transformer;
 //! * `exchange`: messages between pairs of ranks, collectives with blocks of any size;
+//! * `moe`: mixtures of experts;
 //! * `tensor`: memory of other libraries (`dlpack`, `buffer`), with the only `unsafe` code;
 //! * `error`: exceptions, whose classes are `crossweft.errors`;
 //! * `wait`: waits that leave the interpreter to others and end at a signal.
@@ -22,6 +23,7 @@ mod dlpack;
 mod error;
 mod exchange;
 mod language;
+mod moe;
 mod plan;
 mod rms_norm;
 mod tensor;
@@ -36,6 +38,8 @@ mod _crossweft {
     use super::exchange::MessageGroup;
     #[pymodule_export]
     use super::language::{Channel, Chunk, Memory, Program, Semaphore, Switch, caller_of_package};
+    #[pymodule_export]
+    use super::moe::{MoeCounts, MoeGroup, MoeHandle};
     #[pymodule_export]
     use super::plan::{Diagnostic, Plan, Report};
     #[pymodule_export]

@@ -30,6 +30,17 @@ impl std::fmt::Display for Place {
     }
 }
 
+/// What any bytes are, if there are as many.
+pub(crate) trait Number: sealed::Number {}
+impl<T: sealed::Number> Number for T {}
+
+mod sealed {
+    pub(crate) trait Number {}
+    impl Number for i32 {}
+    impl Number for i64 {}
+    impl Number for f32 {}
+}
+
 /// A contiguous tensor, held until this is dropped.
 pub(crate) struct Tensor {
     pub(crate) address: u64,
@@ -291,6 +302,28 @@ impl Tensor {
         let bytes = unsafe { self.write() };
         // SAFETY: any four bytes are an f32. `new` has checked the alignment, so nothing is left over at the front.
         unsafe { bytes.align_to_mut::<f32>().1 }
+    }
+
+    /// The elements, to be read, of a tensor whose elements have that size.
+    ///
+    /// # Safety
+    /// As for [`read`](Self::read).
+    pub(crate) unsafe fn read_as<T: Number>(&self) -> &[T] {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { self.read() };
+        // SAFETY: any bytes are such a number. `new` has checked the alignment, so nothing is left over at the front.
+        unsafe { bytes.align_to::<T>().1 }
+    }
+
+    /// The elements, to be written, of a tensor whose elements have that size.
+    ///
+    /// # Safety
+    /// As for [`write`](Self::write).
+    pub(crate) unsafe fn write_as<T: Number>(&mut self) -> &mut [T] {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { self.write() };
+        // SAFETY: as above.
+        unsafe { bytes.align_to_mut::<T>().1 }
     }
 
     /// Whether two share bytes.

@@ -195,13 +195,13 @@ impl<'a> Bench<'a> {
             Timing::Both | Timing::Eager => self.time(bytes, message)?,
             Timing::Graph | Timing::Device => Vec::new(),
         };
-        let (calls, wrong) = self.gather(&calls, wrong)?;
+        let (calls, wrong) = gather(self.communicator, &calls, wrong)?;
         let graph = match timing {
             Timing::Eager => InGraph::default(),
             _ => self.time_in_graph(message)?,
         };
-        let (host, _) = self.gather(&graph.host, 0)?;
-        let (device, _) = self.gather(&graph.device, 0)?;
+        let (host, _) = gather(self.communicator, &graph.host, 0)?;
+        let (device, _) = gather(self.communicator, &graph.device, 0)?;
         let times = match timing {
             Timing::Both | Timing::Eager => Times {
                 calls,
@@ -403,24 +403,28 @@ impl<'a> Bench<'a> {
             Some(memory) => self.gate.run_at((memory, 0), (memory, 0), 8),
         }
     }
+}
 
-    /// Each call's time on the slowest rank, and the wrong elements of all ranks.
-    fn gather(&self, times: &[f64], wrong: u64) -> Result<(Vec<f64>, u64), CollectiveError> {
-        let mut payload = wrong.to_le_bytes().to_vec();
-        payload.extend(times.iter().flat_map(|time| time.to_le_bytes()));
-        let mut slowest = vec![0.0_f64; times.len()];
-        let mut all_wrong = 0;
-        for rank in self.communicator.all_gather_bytes(&payload)? {
-            let mut words = rank.chunks_exact(8).map(|word| {
-                let mut bytes = [0; 8];
-                bytes.copy_from_slice(word);
-                bytes
-            });
-            all_wrong += words.next().map_or(0, u64::from_le_bytes);
-            for (slowest, time) in slowest.iter_mut().zip(words.map(f64::from_le_bytes)) {
-                *slowest = slowest.max(time);
-            }
+/// Each call's time on the slowest rank, and the wrong elements of all ranks.
+pub(super) fn gather(
+    communicator: &Communicator,
+    times: &[f64],
+    wrong: u64,
+) -> Result<(Vec<f64>, u64), CollectiveError> {
+    let mut payload = wrong.to_le_bytes().to_vec();
+    payload.extend(times.iter().flat_map(|time| time.to_le_bytes()));
+    let mut slowest = vec![0.0_f64; times.len()];
+    let mut all_wrong = 0;
+    for rank in communicator.all_gather_bytes(&payload)? {
+        let mut words = rank.chunks_exact(8).map(|word| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(word);
+            bytes
+        });
+        all_wrong += words.next().map_or(0, u64::from_le_bytes);
+        for (slowest, time) in slowest.iter_mut().zip(words.map(f64::from_le_bytes)) {
+            *slowest = slowest.max(time);
         }
-        Ok((slowest, all_wrong))
     }
+    Ok((slowest, all_wrong))
 }

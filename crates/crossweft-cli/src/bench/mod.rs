@@ -4,11 +4,13 @@
 //! * [`measure`]: what each rank does, on the buffers of [`memory`], by plans, [`messages`] or [`fused`] calls.
 //! * [`report`]: tables and JSON; [`printer`] prints them.
 //! * [`plot`]: a picture of the same.
+//! * [`moe`]: the same for dispatch and combine of a mixture of experts.
 
 mod fused;
 mod measure;
 mod memory;
 mod messages;
+mod moe;
 mod options;
 mod plot;
 mod printer;
@@ -22,7 +24,7 @@ use crate::exit::Exit;
 use crate::job::{self, JobError};
 use crate::values::Operation;
 
-/// The collectives that can be measured.
+/// What can be measured.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Every rank's output is the reduction of all inputs.
@@ -55,11 +57,13 @@ pub(crate) enum Command {
     ReduceScatterV(options::PrivateReducing),
     /// An all-reduce of tokens with residual addition, RMS normalisation, and quantisation if it is asked for; on the CPU.
     AllReduceRmsNorm(options::Normalising),
+    /// Dispatch and combine of a mixture of experts.
+    Moe(moe::Moe),
 }
 
 impl Command {
-    /// What is to be measured, and how.
-    pub(crate) fn options(self) -> Bench {
+    /// Runs a benchmark: the whole job, or one rank of it.
+    pub(crate) fn run(self) -> Exit {
         let copies = |collective, common| Bench {
             collective,
             op: None,
@@ -74,7 +78,7 @@ impl Command {
             op: Some(op),
             ..copies(collective, common)
         };
-        match self {
+        let options = match self {
             Self::AllReduce(o) => reduces(Collective::AllReduce, o.op, o.common),
             Self::ReduceScatter(o) => reduces(Collective::ReduceScatter, o.op, o.common),
             Self::AllGather(common) => copies(Collective::AllGather, common),
@@ -97,12 +101,14 @@ impl Command {
                 ..copies(Collective::AllReduce, o.common)
             },
             Self::Reduce(o) => reduces(Collective::Reduce { root: o.root }, o.op, o.common),
-        }
+            Self::Moe(options) => return moe::run(&options),
+        };
+        run(&options)
     }
 }
 
-/// Runs a benchmark: the whole job, or one rank of it.
-pub(crate) fn run(options: &Bench) -> Exit {
+/// Of a collective.
+fn run(options: &Bench) -> Exit {
     // Here, because a rank that is bound sees a single core.
     let machine = crate::doctor::machine_name();
     let result = options.check().map_err(JobError::Usage).and_then(|()| {

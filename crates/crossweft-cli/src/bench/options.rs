@@ -1,6 +1,6 @@
 //! The command line of `bench`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -301,16 +301,7 @@ impl Bench {
         }
         self.scalar()?;
         if let Some(plot) = &self.common.plot {
-            // Before anything is measured for it.
-            let folder = plot
-                .parent()
-                .filter(|folder| !folder.as_os_str().is_empty());
-            if plot.file_name().is_none() || folder.is_some_and(|folder| !folder.is_dir()) {
-                return Err(format!(
-                    "--plot {}: there is no such folder",
-                    plot.display()
-                ));
-            }
+            check_plot(plot)?;
         }
         self.check_timing()?;
         match self.kind {
@@ -469,6 +460,20 @@ impl Bench {
             };
         }
         sizes
+    }
+}
+
+/// Whether a picture can be written there, before anything is measured for it.
+pub(super) fn check_plot(plot: &Path) -> Result<(), String> {
+    let folder = plot
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    match plot.file_name().is_none() || folder.is_some_and(|folder| !folder.is_dir()) {
+        true => Err(format!(
+            "--plot {}: there is no such folder",
+            plot.display()
+        )),
+        false => Ok(()),
     }
 }
 

@@ -18,7 +18,7 @@ const COLOURS: [RGBColor; 6] = [
 ];
 
 /// A line of the picture: its name, then for each size the time in microseconds and the bus bandwidth in GB/s.
-type Line = (String, Vec<(f64, f64, f64)>);
+pub(super) type Line = (String, Vec<(f64, f64, f64)>);
 
 /// One line for each algorithm if sizes were measured with several, else one.
 fn lines(rows: &[Row]) -> Vec<Line> {
@@ -58,18 +58,40 @@ fn limit(header: &Header, sizes: impl Iterator<Item = f64>) -> Line {
     )
 }
 
-/// Writes the picture, an SVG file.
+/// Draws a collective's sizes.
 ///
 /// # Errors
 /// Why it could not be drawn or written.
 pub(crate) fn draw(path: &Path, header: &Header, rows: &[Row]) -> Result<(), String> {
-    let failed = |error: &dyn std::fmt::Display| format!("--plot {}: {error}", path.display());
     let mut all = lines(rows);
-    let Some((_, points)) = all.first() else {
+    if let Some((_, points)) = all.first() {
+        let sizes: Vec<f64> = points.iter().map(|point| point.0).collect();
+        all.push(limit(header, sizes.into_iter()));
+    }
+    let title = format!(
+        "{} of {} ranks on {}, {} buffers",
+        header.collective.replace('_', "-"),
+        header.ranks,
+        header.device,
+        header.buffers
+    );
+    draw_lines(path, &title, ("bytes", "bus bandwidth, GB/s"), &all)
+}
+
+/// Writes the picture, an SVG file; the last line is the limit.
+///
+/// # Errors
+/// Why it could not be drawn or written.
+pub(super) fn draw_lines(
+    path: &Path,
+    title: &str,
+    (size, width): (&str, &str),
+    all: &[Line],
+) -> Result<(), String> {
+    let failed = |error: &dyn std::fmt::Display| format!("--plot {}: {error}", path.display());
+    if all.is_empty() {
         return Err(failed(&"nothing was measured"));
-    };
-    let sizes: Vec<f64> = points.iter().map(|point| point.0).collect();
-    all.push(limit(header, sizes.into_iter()));
+    }
     let every = || all.iter().flat_map(|(_, points)| points);
     let range = |of: fn(&(f64, f64, f64)) -> f64| {
         every()
@@ -82,15 +104,8 @@ pub(crate) fn draw(path: &Path, header: &Header, rows: &[Row]) -> Result<(), Str
 
     let root = SVGBackend::new(path, SIZE).into_drawing_area();
     root.fill(&WHITE).map_err(|e| failed(&e))?;
-    let title = format!(
-        "{} of {} ranks on {}, {} buffers",
-        header.collective.replace('_', "-"),
-        header.ranks,
-        header.device,
-        header.buffers
-    );
     let root = root
-        .titled(&title, ("sans-serif", 22))
+        .titled(title, ("sans-serif", 22))
         .map_err(|e| failed(&e))?;
     let (upper, lower) = root.split_vertically(SIZE.1 / 2);
     // A size alone would make an empty axis.
@@ -107,7 +122,7 @@ pub(crate) fn draw(path: &Path, header: &Header, rows: &[Row]) -> Result<(), Str
         .map_err(|e| failed(&e))?;
     chart
         .configure_mesh()
-        .x_desc("bytes")
+        .x_desc(size)
         .y_desc("microseconds a call (median)")
         .max_light_lines(1)
         .x_labels(12)
@@ -139,8 +154,8 @@ pub(crate) fn draw(path: &Path, header: &Header, rows: &[Row]) -> Result<(), Str
         .map_err(|e| failed(&e))?;
     chart
         .configure_mesh()
-        .x_desc("bytes")
-        .y_desc("bus bandwidth, GB/s")
+        .x_desc(size)
+        .y_desc(width)
         .max_light_lines(1)
         .x_labels(12)
         .x_label_formatter(&|bytes| human(*bytes))

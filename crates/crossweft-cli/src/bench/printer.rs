@@ -11,6 +11,19 @@ use super::plot;
 use super::report::{Header, Report, Row};
 use crate::{Format, print_line};
 
+/// A bar of so many steps, if this is the rank to draw it and there is a terminal.
+pub(super) fn progress(active: bool, steps: usize) -> ProgressBar {
+    if !active || !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(steps as u64);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}") {
+        bar.set_style(style);
+    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
+
 /// Prints on rank 0: rows as they come, progress on a terminal.
 pub(super) struct Printer {
     active: bool,
@@ -24,16 +37,7 @@ pub(super) struct Printer {
 impl Printer {
     pub(super) fn new(options: &Options, rank: u32, header: Header, sizes: usize) -> Self {
         let active = rank == 0;
-        let progress = if active && std::io::stderr().is_terminal() {
-            let bar = ProgressBar::new(sizes as u64);
-            if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}") {
-                bar.set_style(style);
-            }
-            bar.enable_steady_tick(Duration::from_millis(200));
-            bar
-        } else {
-            ProgressBar::hidden()
-        };
+        let progress = progress(active, sizes);
         let is_json = matches!(options.common.format, Format::Json);
         if active && !is_json {
             print_line(&header.lines());

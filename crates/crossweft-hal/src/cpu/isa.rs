@@ -1,5 +1,6 @@
 //! Which vector instructions this machine has.
 
+use crossweft_device::moe::rows::HostRows;
 use crossweft_device::reduce::{HostReducer, Isa};
 use crossweft_device::scale::HostScaler;
 use crossweft_device::{DataType, ReduceOp};
@@ -36,6 +37,14 @@ pub fn reducer(dtype: DataType, op: ReduceOp) -> HostReducer {
 pub fn scaler(dtype: DataType) -> HostScaler {
     // SAFETY: as above.
     unsafe { HostScaler::with_isa(dtype, isa()) }
+}
+
+/// The arithmetic of a mixture of experts on rows of `dtype`, with this machine's best instructions; `None` if it is
+/// not f32, f16 or bf16.
+#[must_use]
+pub fn rows(dtype: DataType) -> Option<HostRows> {
+    // SAFETY: as above.
+    unsafe { HostRows::with_isa(dtype, isa()) }
 }
 
 #[cfg(test)]

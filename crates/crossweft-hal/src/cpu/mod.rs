@@ -11,7 +11,7 @@ mod stream;
 pub use cores::{bind_to_core, cores};
 pub use grid::{Grid, HostBlock, Interrupted, Schedule};
 pub use idle::{Bell, Context, Supervisor};
-pub use isa::{isa, reducer, scaler};
+pub use isa::{isa, reducer, rows, scaler};
 pub use memory::SharedMemory;
 pub use norm::Norm;
 pub use stream::{Arguments, Kernel, KernelError, Stream};

@@ -1,0 +1,262 @@
+//! What the threads of a block do to rows: weighted sums, and quantising to E4M3.
+
+use super::dispatch::Quantise;
+use crate::block::Block;
+
+/// A row with its weight.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Term {
+    /// Address of its elements.
+    pub address: u64,
+    /// What they are multiplied by.
+    pub weight: f32,
+}
+
+/// The arithmetic on rows of one data type.
+pub trait Rows {
+    /// Block: sums the products of `elements` elements of each term with its weight, in f32 and in order, and rounds
+    /// once; zeros if there are none.
+    ///
+    /// # Safety
+    /// All addresses must be valid for the elements; nobody may write terms or access `to` meanwhile.
+    unsafe fn sum<B: Block>(&self, block: &B, to: u64, terms: &[Term], elements: u64);
+
+    /// Block: quantises `elements` elements to E4M3 at `to.0`, with scales at `to.1`. The scale of a
+    /// [`GROUP`](super::GROUP) is its largest magnitude, at least 1e-4, divided by 448, the largest E4M3; rounded up
+    /// where it is to be a power of two.
+    ///
+    /// # Safety
+    /// `from` must be valid for the elements, `to` for as many bytes and a scale for each group; nobody else may
+    /// access `to`, or write `from`, meanwhile.
+    unsafe fn quantise<B: Block>(
+        &self,
+        block: &B,
+        to: (u64, u64),
+        from: u64,
+        elements: u64,
+        how: Quantise,
+    );
+}
+
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
+pub use host::HostRows;
+
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
+mod host {
+    #![allow(
+        clippy::cast_possible_truncation,
+        reason = "only sizes below a tile, on machines with 64-bit addresses"
+    )]
+
+    use super::super::GROUP;
+    use super::{Block, Quantise, Rows, Term};
+    use crate::dtype::DataType;
+    use crate::element::{Bf16, Element, F16};
+    use crate::norm::HostNorm;
+    use crate::reduce::Isa;
+
+    /// Elements that are summed at a time: 4 KiB of accumulators.
+    const TILE: usize = 1024;
+
+    /// Accumulators of a tile.
+    type Tile = [f32; TILE];
+
+    /// Rows of f32, f16 or bf16 on the host.
+    #[derive(Clone, Copy, Debug)]
+    pub struct HostRows {
+        /// `tile = weight * x`, or `tile += weight * x`
+        first: unsafe fn(tile: &mut Tile, x: u64, n: usize, weight: f32),
+        add: unsafe fn(tile: &mut Tile, x: u64, n: usize, weight: f32),
+        /// `x = tile`, rounded
+        store: unsafe fn(x: u64, tile: &Tile, n: usize),
+        /// What quantises.
+        norm: HostNorm,
+        element: u64,
+    }
+
+    impl HostRows {
+        /// The rows of `dtype` with the instructions of `isa`; `None` if it has none.
+        ///
+        /// # Safety
+        /// The machine must have the instructions.
+        #[must_use]
+        pub const unsafe fn with_isa(dtype: DataType, isa: Isa) -> Option<Self> {
+            // SAFETY: the caller's promise.
+            let Some(norm) = (unsafe { HostNorm::with_isa(dtype, isa) }) else {
+                return None;
+            };
+            match dtype {
+                DataType::F32 => Some(Self::of::<f32>(isa, norm)),
+                DataType::F16 => Some(Self::of::<F16>(isa, norm)),
+                DataType::Bf16 => Some(Self::of::<Bf16>(isa, norm)),
+                _ => None,
+            }
+        }
+
+        const fn of<E: Element<Acc = f32>>(isa: Isa, norm: HostNorm) -> Self {
+            let element = size_of::<E>() as u64;
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => Self {
+                    first: avx2::first::<E>,
+                    add: avx2::add::<E>,
+                    store: avx2::store::<E>,
+                    norm,
+                    element,
+                },
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => Self {
+                    first: avx512::first::<E>,
+                    add: avx512::add::<E>,
+                    store: avx512::store::<E>,
+                    norm,
+                    element,
+                },
+                _ => Self {
+                    first: first::<E>,
+                    add: add::<E>,
+                    store: store::<E>,
+                    norm,
+                    element,
+                },
+            }
+        }
+    }
+
+    // A block is one thread here.
+    impl Rows for HostRows {
+        unsafe fn sum<B: Block>(&self, _block: &B, to: u64, terms: &[Term], elements: u64) {
+            let mut tile = [0.0; TILE];
+            let mut done = 0;
+            while done < elements {
+                let n = (elements - done).min(TILE as u64) as usize;
+                let at = done * self.element;
+                // SAFETY: the caller's promise; no tile is larger than that.
+                unsafe {
+                    match terms {
+                        [] => tile = [0.0; TILE],
+                        [term, rest @ ..] => {
+                            (self.first)(&mut tile, term.address + at, n, term.weight);
+                            for term in rest {
+                                (self.add)(&mut tile, term.address + at, n, term.weight);
+                            }
+                        }
+                    }
+                    (self.store)(to + at, &tile, n);
+                }
+                done += n as u64;
+            }
+        }
+
+        unsafe fn quantise<B: Block>(
+            &self,
+            _block: &B,
+            to: (u64, u64),
+            from: u64,
+            elements: u64,
+            how: Quantise,
+        ) {
+            let mut done = 0;
+            while done < elements {
+                let n = (elements - done).min(GROUP) as usize;
+                let group = done / GROUP;
+                let x = from + done * self.element;
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let exact = (self.norm.largest(x, n)).max(1e-4) / 448.0;
+                    let exponent = exponent_up(exact);
+                    let scale = match how {
+                        Quantise::No | Quantise::F32 => exact,
+                        _ => f32::from_bits(exponent << 23),
+                    };
+                    self.norm.quantise(to.0 + done, x, n, scale);
+                    match how {
+                        Quantise::Exponents => ((to.1 + group) as *mut u8).write(exponent as u8),
+                        _ => ((to.1 + 4 * group) as *mut f32).write_unaligned(scale),
+                    }
+                }
+                done += n as u64;
+            }
+        }
+    }
+
+    /// The biased exponent of the least power of two that is no less than a positive normal number.
+    fn exponent_up(x: f32) -> u32 {
+        let bits = x.to_bits();
+        ((bits >> 23) + u32::from(bits & 0x7f_ffff != 0)).min(254)
+    }
+
+    /// # Safety
+    /// `x` must be valid for `n` elements, at most a tile. So for all of these.
+    #[inline(always)]
+    unsafe fn first<E: Element<Acc = f32>>(tile: &mut Tile, x: u64, n: usize, weight: f32) {
+        for (i, sum) in tile.iter_mut().take(n).enumerate() {
+            // SAFETY: the caller's promise.
+            *sum = weight * unsafe { (x as *const E).add(i).read_unaligned() }.load();
+        }
+    }
+
+    /// # Safety
+    /// As for [`first`].
+    #[inline(always)]
+    unsafe fn add<E: Element<Acc = f32>>(tile: &mut Tile, x: u64, n: usize, weight: f32) {
+        for (i, sum) in tile.iter_mut().take(n).enumerate() {
+            // SAFETY: the caller's promise.
+            *sum += weight * unsafe { (x as *const E).add(i).read_unaligned() }.load();
+        }
+    }
+
+    /// # Safety
+    /// As for [`first`].
+    #[inline(always)]
+    unsafe fn store<E: Element<Acc = f32>>(x: u64, tile: &Tile, n: usize) {
+        for (i, &sum) in tile.iter().take(n).enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { (x as *mut E).add(i).write_unaligned(E::store(sum)) };
+        }
+    }
+
+    /// The leaves once more for each instruction set: the same bodies, vectorised anew.
+    macro_rules! leaves {
+        ($name:ident, $features:literal) => {
+            #[cfg(target_arch = "x86_64")]
+            mod $name {
+                use super::{Element, Tile};
+
+                /// # Safety
+                /// As for the leaf of that name; the machine must have the instructions. So for all of these.
+                #[target_feature(enable = $features)]
+                pub(super) unsafe fn first<E: Element<Acc = f32>>(
+                    tile: &mut Tile,
+                    x: u64,
+                    n: usize,
+                    weight: f32,
+                ) {
+                    // SAFETY: the caller's promise.
+                    unsafe { super::first::<E>(tile, x, n, weight) }
+                }
+
+                #[target_feature(enable = $features)]
+                pub(super) unsafe fn add<E: Element<Acc = f32>>(
+                    tile: &mut Tile,
+                    x: u64,
+                    n: usize,
+                    weight: f32,
+                ) {
+                    // SAFETY: the caller's promise.
+                    unsafe { super::add::<E>(tile, x, n, weight) }
+                }
+
+                #[target_feature(enable = $features)]
+                pub(super) unsafe fn store<E: Element<Acc = f32>>(x: u64, tile: &Tile, n: usize) {
+                    // SAFETY: the caller's promise.
+                    unsafe { super::store::<E>(x, tile, n) }
+                }
+            }
+        };
+    }
+
+    leaves!(avx2, "avx2");
+    leaves!(avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+}

@@ -1,0 +1,555 @@
+//! Groups: what all passes share.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use crossweft_channel::{Endpoint, RegisteredMemory};
+use crossweft_device::moe::rows::HostRows;
+use crossweft_device::moe::{Call, Geometry, MAX_RANKS, MAX_TOP_K, Phase};
+use crossweft_device::{DataType, Stopped};
+use crossweft_hal::Device;
+use crossweft_hal::cpu::{Grid, Interrupted, Schedule, rows};
+
+use crate::MoeError;
+use crate::handle::{Handle, Routing};
+use crate::launch::{GroupTables, PassTables, Step, fits};
+use crate::layout::{Format, Layout, OutputShape};
+use crate::watch::Watch;
+
+/// The most tokens of a rank in one call.
+const MAX_TOKENS: u32 = 1 << 17;
+/// The most elements of a token.
+const MAX_HIDDEN: u32 = 1 << 20;
+/// The most experts.
+const MAX_EXPERTS: u32 = 1 << 16;
+/// The most thread blocks.
+const MAX_BLOCKS: u32 = 256;
+
+/// What a group is made for. Ranks must agree on all of it but blocks, schedule, timeout and masking.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GroupOptions {
+    /// Experts of all ranks together. Ranks have equally many, one after the other, the first ranks one more where that
+    /// does not go: see [`Group::local_experts`].
+    pub experts: u32,
+    /// The most tokens of a rank in one call.
+    pub max_tokens: u32,
+    /// Elements of a token. Its bytes must be a multiple of 16.
+    pub hidden: u32,
+    /// The most experts of a token: 1 to 32.
+    pub top_k: u32,
+    /// Type of tokens before a dispatch and after a combine: bf16 (usual), f16 or f32.
+    pub dtype: DataType,
+    /// Thread blocks of each launch: one for low latency (usual), several for many tokens.
+    pub blocks: u32,
+    /// The order in which they run.
+    pub schedule: Schedule,
+    /// The longest a call may take, waits for peers included.
+    pub timeout: Duration,
+    /// Whether a rank that is gone, or late by the timeout, is left out from then on, its tokens and experts missing,
+    /// instead of failing the call: see [`Group::masked`].
+    pub masking: bool,
+}
+
+impl GroupOptions {
+    /// For bf16, in one thread block, with 30 s and without masking.
+    #[must_use]
+    pub const fn new(experts: u32, max_tokens: u32, hidden: u32, top_k: u32) -> Self {
+        Self {
+            experts,
+            max_tokens,
+            hidden,
+            top_k,
+            dtype: DataType::Bf16,
+            blocks: 1,
+            schedule: Schedule::RoundRobin,
+            timeout: Duration::from_secs(30),
+            masking: false,
+        }
+    }
+
+    /// What ranks must agree on.
+    fn statement(&self) -> String {
+        let Self {
+            experts,
+            max_tokens,
+            hidden,
+            top_k,
+            dtype,
+            ..
+        } = self;
+        format!(
+            "{experts} experts, up to {max_tokens} tokens of {hidden} {dtype} a rank, up to top-{top_k}"
+        )
+    }
+
+    fn check(&self, ranks: u32) -> Result<(), String> {
+        let within = |name, value: u32, most: u32| match value {
+            0 => Err(format!("no {name}")),
+            value if value > most => Err(format!("{value} {name}; it can be {most} at most")),
+            _ => Ok(()),
+        };
+        within("ranks", ranks, MAX_RANKS)?;
+        within("experts", self.experts, MAX_EXPERTS)?;
+        within("tokens", self.max_tokens, MAX_TOKENS)?;
+        within("elements", self.hidden, MAX_HIDDEN)?;
+        within("experts of a token", self.top_k, MAX_TOP_K)?;
+        within("thread blocks", self.blocks, MAX_BLOCKS)?;
+        let dtype = self.dtype;
+        if !matches!(dtype, DataType::Bf16 | DataType::F16 | DataType::F32) {
+            return Err(format!(
+                "tokens of type {dtype}; it can be bf16, f16 or f32"
+            ));
+        }
+        let bytes = Format::Plain.token_bytes(self.hidden, dtype);
+        if !bytes.is_multiple_of(16) {
+            return Err(format!(
+                "tokens of {bytes} bytes; it must be a multiple of 16"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The memory and streams of all ranks for dispatches and combines of one shape. Calls of a group are made one
+/// after the other, in the same order on every rank, whatever handles they are of. At most two may be sent and
+/// not yet completed.
+#[derive(Debug)]
+pub struct Group {
+    endpoint: Arc<Endpoint>,
+    options: GroupOptions,
+    tables: GroupTables,
+    rows: HostRows,
+    memory: Arc<RegisteredMemory>,
+    desk: Mutex<Desk>,
+    /// Whether a handle was dropped whose call had been sent and not completed.
+    abandoned: AtomicBool,
+}
+
+/// What a launch needs alone.
+#[derive(Debug)]
+pub(crate) struct Desk {
+    grid: Grid,
+    /// Calls sent.
+    pub(crate) sent: u64,
+    /// Calls completed.
+    pub(crate) completed: u64,
+    has_failed: bool,
+}
+
+impl Group {
+    /// Makes a group of all ranks of `endpoint`. Collective; blocks until all ranks have called it, at most until
+    /// `deadline`.
+    ///
+    /// # Errors
+    /// [`MoeError`]: options that cannot be, ranks disagree, one died or was late or runs on another host, or there is
+    /// no memory.
+    pub fn new(
+        endpoint: &Arc<Endpoint>,
+        options: GroupOptions,
+        deadline: Instant,
+    ) -> Result<Arc<Self>, MoeError> {
+        let what = "making a group for a mixture of experts";
+        let (rank, ranks) = (endpoint.rank(), endpoint.world_size());
+        let statement = options.statement();
+        endpoint.agree(&statement, what, deadline)?;
+        let usage = |reason| MoeError::Usage { rank, reason };
+        let mine = || {
+            options.check(ranks).map_err(usage)?;
+            if !matches!(endpoint.device(), Device::Cpu) {
+                let device = endpoint.device().name();
+                let reason = format!("it is on {device}; dispatch and combine run on the cpu");
+                return Err(usage(reason));
+            }
+            let rows = rows(options.dtype).ok_or_else(|| usage("no such rows".to_owned()))?;
+            Ok((rows, Grid::new(options.blocks, options.schedule)?))
+        };
+        // A rank alone may have asked for blocks that cannot be.
+        let (rows, grid) = endpoint.settle(mine(), what, deadline, MoeError::from)?;
+        let geometry = Geometry {
+            ranks,
+            max_tokens: options.max_tokens,
+            top_k: options.top_k,
+            experts: options.experts,
+            payload_bytes: Format::Plain.token_bytes(options.hidden, options.dtype),
+        };
+        let memory = endpoint.allocate_registered(geometry.bytes(), what, deadline)?;
+        let shared = (options.blocks, salt(&statement));
+        let tables = GroupTables::new(endpoint, geometry, &memory, shared);
+        // No rank sends to one that cannot receive.
+        let tables = endpoint.settle(tables, what, deadline, MoeError::from)?;
+        Ok(Arc::new(Self {
+            endpoint: Arc::clone(endpoint),
+            options,
+            tables,
+            rows,
+            memory,
+            desk: Mutex::new(Desk {
+                grid,
+                sent: 0,
+                completed: 0,
+                has_failed: false,
+            }),
+            abandoned: AtomicBool::new(false),
+        }))
+    }
+
+    /// A handle for a pass whose tokens go where `routing` says. Local; allocates, so
+    /// [`Handle::route`] is for the next pass.
+    ///
+    /// # Errors
+    /// [`MoeError::Usage`]: experts that do not exist, or more tokens or experts of a token than the group is for.
+    pub fn handle(
+        self: &Arc<Self>,
+        routing: &Routing<'_>,
+        layout: Layout,
+    ) -> Result<Handle, MoeError> {
+        self.output_shape(layout, Format::Plain, self.options.top_k)?;
+        let mut pass = PassTables::new(&self.endpoint, self.tables.geometry(), layout)?;
+        pass.route(self.tables.geometry(), routing)
+            .map_err(|reason| self.usage(reason))?;
+        Ok(Handle::new(Arc::clone(self), layout, pass))
+    }
+
+    /// The room that the output of a dispatch on this rank takes, at most, for `top_k` experts of each token.
+    ///
+    /// # Errors
+    /// [`MoeError::Usage`]: a layout that cannot be, or one of 2^32 rows and more.
+    pub fn output_shape(
+        &self,
+        layout: Layout,
+        format: Format,
+        top_k: u32,
+    ) -> Result<OutputShape, MoeError> {
+        if layout.alignment() == 0 {
+            return Err(self.usage("rows aligned to 0; it must be 1 or more".to_owned()));
+        }
+        let (hidden, dtype) = (self.options.hidden, self.options.dtype);
+        let shape = self.tables.shape((layout, top_k), format, (hidden, dtype));
+        match fits(&shape) {
+            true => Ok(shape),
+            false => Err(self.usage(format!("an output of {} rows is too large", shape.rows))),
+        }
+    }
+
+    /// What it was made for.
+    #[must_use]
+    pub fn options(&self) -> &GroupOptions {
+        &self.options
+    }
+
+    /// This rank.
+    #[must_use]
+    pub fn rank(&self) -> u32 {
+        self.endpoint.rank()
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.endpoint.world_size()
+    }
+
+    /// The experts of `rank`; none if there is no such rank.
+    #[must_use]
+    pub fn local_experts(&self, rank: u32) -> Range<u32> {
+        let geometry = self.tables.geometry();
+        if rank >= geometry.ranks {
+            return 0..0;
+        }
+        geometry.first_expert(rank)..geometry.first_expert(rank + 1)
+    }
+
+    /// Bytes that the group has allocated on this rank.
+    #[must_use]
+    pub fn allocated_bytes(&self) -> u64 {
+        self.memory.bytes() + self.tables.bytes()
+    }
+
+    /// Which ranks are left out, in rank order: by [`set_masked`](Self::set_masked), or with
+    /// [`GroupOptions::masking`] because they were gone or late. Nothing is sent to them, and they are waited for no
+    /// longer; a token's experts there are missing in its sum. What each rank leaves out is its own matter: ranks that
+    /// must agree compare.
+    #[must_use]
+    pub fn masked(&self) -> Vec<bool> {
+        (0..self.world_size())
+            .map(|rank| self.tables.is_masked(rank))
+            .collect()
+    }
+
+    /// Leaves a rank out from the next call on, or takes it in again. One that is taken in must have made all calls
+    /// meanwhile, leaving this rank out.
+    ///
+    /// # Errors
+    /// [`MoeError::Usage`] if there is no such rank or it is this one, or calls of this rank are under way.
+    pub fn set_masked(&self, rank: u32, masked: bool) -> Result<(), MoeError> {
+        let (own, ranks) = (self.rank(), self.world_size());
+        if rank >= ranks || rank == own {
+            return Err(self.usage(format!(
+                "rank {rank} cannot be masked; it can be one of {ranks} but this one"
+            )));
+        }
+        let desk = self.desk()?;
+        if desk.sent != desk.completed {
+            return Err(self.usage("calls are under way; complete them before masking".to_owned()));
+        }
+        self.tables.set_masked(rank, masked);
+        Ok(())
+    }
+
+    pub(crate) fn usage(&self, reason: String) -> MoeError {
+        let rank = self.rank();
+        MoeError::Usage { rank, reason }
+    }
+
+    pub(crate) fn tables(&self) -> &GroupTables {
+        &self.tables
+    }
+
+    /// The pass whose call was sent is gone, so it will never be completed.
+    pub(crate) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn watch(&self) -> Watch<'_> {
+        Watch::new(&self.endpoint, self.options.timeout, self.options.masking)
+    }
+
+    /// What a launch needs, if the group can be used.
+    pub(crate) fn desk(&self) -> Result<MutexGuard<'_, Desk>, MoeError> {
+        let desk = match self.desk.try_lock() {
+            Ok(desk) => desk,
+            Err(TryLockError::Poisoned(poisoned)) => PoisonError::into_inner(poisoned),
+            Err(TryLockError::WouldBlock) => {
+                return Err(self.usage(
+                    "another thread is in a call of the group; make its calls one after the other"
+                        .to_owned(),
+                ));
+            }
+        };
+        let reason = match (desk.has_failed, self.abandoned.load(Ordering::Relaxed)) {
+            (true, _) => "an earlier call failed",
+            (false, true) => "a handle was dropped before its call was completed",
+            (false, false) => return Ok(desk),
+        };
+        let rank = self.rank();
+        Err(MoeError::Poisoned { rank, reason })
+    }
+
+    /// Launches a step of call number `number`. False if it was stopped, and ranks were left out because of that: then
+    /// it must be launched again.
+    pub(crate) fn attempt(
+        &self,
+        desk: &mut Desk,
+        pass: &mut PassTables,
+        step: Step<'_>,
+        (number, call): (u64, Call),
+        watch: &Watch<'_>,
+    ) -> Result<bool, MoeError> {
+        let context = self.endpoint.context(watch);
+        let launched = step.launch(&mut desk.grid, &context, &self.tables, pass, &self.rows);
+        let Err(interrupted) = launched else {
+            return Ok(true);
+        };
+        match self.leave_out(&interrupted, number, watch) {
+            true => Ok(false),
+            false => {
+                desk.has_failed = true;
+                Err(self.explain(&interrupted, (number, call), watch))
+            }
+        }
+    }
+
+    /// [`attempt`](Self::attempt) until it is done, for what waits for nobody after others could see it.
+    pub(crate) fn launch(
+        &self,
+        desk: &mut Desk,
+        pass: &mut PassTables,
+        step: Step<'_>,
+        call: (u64, Call),
+        watch: &Watch<'_>,
+    ) -> Result<(), MoeError> {
+        while !self.attempt(desk, pass, step, call, watch)? {}
+        Ok(())
+    }
+
+    /// The ranks from which something is missing.
+    fn missing(&self, interrupted: &Interrupted, number: u64) -> Vec<u32> {
+        let phase = phase_of(interrupted);
+        (0..self.world_size())
+            .filter(|&rank| !self.tables.is_masked(rank))
+            .filter(|&rank| !self.tables.has_done(phase, number, rank))
+            .collect()
+    }
+
+    /// Masks the ranks because of which a launch was stopped, if that is what to do.
+    fn leave_out(&self, interrupted: &Interrupted, number: u64, watch: &Watch<'_>) -> bool {
+        if interrupted.stopped == Stopped::Mismatch {
+            return false;
+        }
+        let own = self.rank();
+        let missing = self.missing(interrupted, number);
+        let out: Vec<u32> = missing
+            .iter()
+            .copied()
+            .filter(|&rank| rank != own && watch.leaves_out(rank))
+            .collect();
+        for &rank in &out {
+            tracing::warn!(
+                "rank {own} leaves rank {rank} out: {} missing in call {number}",
+                waited_for(phase_of(interrupted))
+            );
+            self.tables.set_masked(rank, true);
+        }
+        // What was missing may have come at the last moment.
+        !out.is_empty() || missing.is_empty() && watch.leaves_out(own)
+    }
+
+    #[cold]
+    fn explain(
+        &self,
+        interrupted: &Interrupted,
+        (number, call): (u64, Call),
+        watch: &Watch<'_>,
+    ) -> MoeError {
+        let rank = self.rank();
+        let Interrupted {
+            stopped, waiting, ..
+        } = *interrupted;
+        let ours = words(number, call.signature);
+        if stopped == Stopped::Mismatch {
+            let peer = waiting.site.peer;
+            let theirs = match self.tables.announced(number, peer) {
+                Some(signature) if signature != call.signature => words(number, signature),
+                Some(_) => format!("{ours}, with rows that do not match what was announced"),
+                None => "another".to_owned(),
+            };
+            return MoeError::Mismatch {
+                rank,
+                peer,
+                theirs,
+                ours,
+            };
+        }
+        MoeError::Interrupted {
+            rank,
+            call: ours,
+            waited_for: waited_for(phase_of(interrupted)),
+            peers: self.missing(interrupted, number),
+            cause: Box::new(watch.cause(stopped, &waiting)),
+        }
+    }
+}
+
+fn phase_of(interrupted: &Interrupted) -> Phase {
+    let phases = [Phase::Credit, Phase::Counts, Phase::Rows, Phase::Weights];
+    let channel = interrupted.waiting.site.channel;
+    let found = phases.into_iter().find(|&phase| phase as u32 == channel);
+    found.unwrap_or(Phase::Blocks)
+}
+
+const fn waited_for(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Credit => "the call before the last to be completed",
+        Phase::Counts => "the counts",
+        Phase::Rows => "the rows",
+        Phase::Weights => "the weights",
+        _ => "the thread blocks",
+    }
+}
+
+const DISPATCH: u32 = 1;
+const COMBINE: u32 = 2;
+/// Where a signature has the format of tokens, or whether weights are given.
+const DETAIL: u32 = 4;
+/// Where it has top-k.
+const TOP_K: u32 = 16;
+
+pub(crate) const fn dispatch_call(format: Format, top_k: u32) -> Call {
+    Call {
+        signature: DISPATCH | format.number() << DETAIL | top_k << TOP_K,
+    }
+}
+
+pub(crate) const fn combine_call(gives_weights: bool, top_k: u32) -> Call {
+    Call {
+        signature: COMBINE | (gives_weights as u32) << DETAIL | top_k << TOP_K,
+    }
+}
+
+/// A call in words: `call 3, a dispatch of plain tokens, top-8`.
+fn words(number: u64, signature: u32) -> String {
+    let detail = signature >> DETAIL & 0xf;
+    let top_k = signature >> TOP_K;
+    let kind = signature & 0xf;
+    let what = match (kind, Format::of_number(detail), detail) {
+        (DISPATCH, Some(format), _) => format!("a dispatch of {format}"),
+        (COMBINE, _, 0) => "a combine".to_owned(),
+        (COMBINE, _, 1) => "a combine with weights".to_owned(),
+        _ => format!("something unknown ({signature:#x})"),
+    };
+    format!("call {number}, {what}, top-{top_k}")
+}
+
+/// FNV-1a: the same for the same words, in every build.
+fn salt(statement: &str) -> u32 {
+    statement.bytes().fold(0x811c_9dc5, |hash, byte| {
+        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_and_handles_go_from_thread_to_thread() {
+        fn goes<T: Send + Sync>() {}
+        goes::<Group>();
+        goes::<Handle>();
+    }
+
+    #[test]
+    fn calls_have_words() {
+        let format = Format::F8E4M3(crate::ScaleType::F32);
+        assert_eq!(
+            words(3, dispatch_call(format, 8).signature),
+            "call 3, a dispatch of f8e4m3 tokens with f32 scales, top-8"
+        );
+        assert_eq!(
+            words(0, combine_call(true, 32).signature),
+            "call 0, a combine with weights, top-32"
+        );
+        assert_eq!(
+            words(1, 0xf),
+            "call 1, something unknown (0xf), top-0",
+            "what a peer says may be anything"
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_is_said() {
+        let good = GroupOptions::new(256, 128, 7168, 8);
+        assert_eq!(good.check(16), Ok(()));
+        let bad = |change: &dyn Fn(&mut GroupOptions), ranks, word: &str| {
+            let mut options = good;
+            change(&mut options);
+            let reason = options.check(ranks).unwrap_err();
+            assert!(reason.contains(word), "{reason}");
+        };
+        bad(&|_| {}, 17, "17 ranks; it can be 16");
+        bad(&|o| o.experts = 0, 8, "no experts");
+        bad(&|o| o.top_k = 33, 8, "33 experts of a token");
+        bad(&|o| o.max_tokens = 0, 8, "no tokens");
+        bad(&|o| o.max_tokens = u32::MAX, 8, "tokens; it can be");
+        bad(
+            &|o| o.hidden = 7169,
+            8,
+            "14338 bytes; it must be a multiple of 16",
+        );
+        bad(&|o| o.blocks = 0, 8, "no thread blocks");
+        bad(&|o| o.dtype = DataType::I32, 8, "type i32");
+    }
+}

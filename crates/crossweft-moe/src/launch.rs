@@ -1,0 +1,623 @@
+//! The tables of groups and passes, and launches of the device code on them.
+//!
+//! What device code is given addresses of is checked here: [`Sending`], [`Receiving`], [`Summing`] and [`Summed`] can
+//! only be made of buffers that are large enough.
+#![allow(unsafe_code)]
+
+use std::marker::PhantomData;
+
+use crossweft_channel::{Endpoint, Image, ImageBuilder, RegisteredMemory};
+use crossweft_device::moe::combine::{self, Weighting};
+use crossweft_device::moe::dispatch::{self, Quantise};
+use crossweft_device::moe::rows::HostRows;
+use crossweft_device::moe::{
+    Call, Geometry, Group as Program, NONE, Phase, Routes, STATE_LINES, announced, clear_barrier,
+    has_done,
+};
+use crossweft_device::{Memory as _, Raw, Stopped};
+use crossweft_hal::cpu::{Context, Grid, HostBlock, Interrupted};
+
+use crate::MoeError;
+use crate::handle::{DispatchOutput, Experts, ExpertsMut, Routing, Tokens, Weights};
+use crate::layout::{Format, Layout, OutputShape, ScaleType};
+
+const LINE: usize = 64;
+
+/// Rooms for tables of words, cache line by cache line.
+fn lines(bytes: u64) -> usize {
+    // Sizes of groups are limited when they are made.
+    bytes.div_ceil(LINE as u64) as usize
+}
+
+/// A group's tables.
+#[derive(Debug)]
+pub(crate) struct GroupTables {
+    program: Program,
+    bytes: u64,
+    // What the program points to.
+    _image: Image,
+}
+
+impl GroupTables {
+    pub(crate) fn new(
+        endpoint: &Endpoint,
+        geometry: Geometry,
+        memory: &RegisteredMemory,
+        (blocks, salt): (u32, u32),
+    ) -> Result<Self, MoeError> {
+        let ranks = geometry.ranks;
+        let memories: Vec<u64> = (0..ranks)
+            .map(|rank| memory.addr(rank))
+            .collect::<Result<_, _>>()?;
+        let mut image = ImageBuilder::default();
+        let memories = image.put(&memories);
+        let mut zeros = |bytes: u64| image.zeros(lines(bytes));
+        let masked = zeros(8 * u64::from(ranks));
+        let state = zeros((STATE_LINES * LINE) as u64);
+        let block_rows = zeros(4 * u64::from(blocks) * u64::from(ranks));
+        let block_experts = zeros(4 * u64::from(blocks) * u64::from(geometry.experts));
+        let staging = zeros(u64::from(blocks) * geometry.row_bytes());
+        let bytes = zeros(0);
+        let image = image.finish(endpoint.device(), "preparing a mixture of experts")?;
+        let program = Program {
+            geometry,
+            memories: image.addr(memories),
+            masked: image.addr(masked),
+            state: image.addr(state),
+            block_rows: image.addr(block_rows),
+            block_experts: image.addr(block_experts),
+            staging: image.addr(staging),
+            salt,
+            rank: endpoint.rank(),
+            blocks,
+        };
+        Ok(Self {
+            program,
+            bytes,
+            _image: image,
+        })
+    }
+
+    /// Bytes of the tables.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(crate) fn geometry(&self) -> &Geometry {
+        &self.program.geometry
+    }
+
+    fn mask(&self, rank: u32) -> u64 {
+        assert!(rank < self.geometry().ranks, "no such rank");
+        self.program.masked + 8 * u64::from(rank)
+    }
+
+    pub(crate) fn is_masked(&self, rank: u32) -> bool {
+        // SAFETY: one of the image's words, of which only atomic accesses are made.
+        unsafe { Raw.load(self.mask(rank)) != 0 }
+    }
+
+    pub(crate) fn set_masked(&self, rank: u32, masked: bool) {
+        // SAFETY: as above.
+        unsafe { Raw.store(self.mask(rank), masked.into()) }
+    }
+
+    /// Whether `rank` has done its part of a phase of a call.
+    pub(crate) fn has_done(&self, phase: Phase, call: u64, rank: u32) -> bool {
+        assert!(rank < self.geometry().ranks, "no such rank");
+        // SAFETY: prepared, and the rank exists.
+        unsafe { has_done(&Raw, &self.program, phase, call, rank) }
+    }
+
+    /// The signature of what `rank` calls as number `call`, if it has said so.
+    pub(crate) fn announced(&self, call: u64, rank: u32) -> Option<u32> {
+        assert!(rank < self.geometry().ranks, "no such rank");
+        // SAFETY: as above.
+        unsafe { announced(&Raw, &self.program, call, rank) }.map(|said| said.call.signature)
+    }
+
+    fn own_experts(&self) -> u32 {
+        self.geometry().local_experts(self.program.rank)
+    }
+}
+
+/// The tables of a pass.
+#[derive(Debug)]
+pub(crate) struct PassTables {
+    routes: Routes,
+    bytes: u64,
+    // What the routes point to.
+    _image: Image,
+}
+
+impl PassTables {
+    pub(crate) fn new(
+        endpoint: &Endpoint,
+        geometry: &Geometry,
+        layout: Layout,
+    ) -> Result<Self, MoeError> {
+        let (ranks, tokens) = (u64::from(geometry.ranks), u64::from(geometry.max_tokens));
+        let (top_k, experts) = (
+            u64::from(geometry.top_k),
+            u64::from(geometry.most_experts()),
+        );
+        let mut image = ImageBuilder::default();
+        let mut words = |count: u64| image.zeros(lines(4 * count));
+        let places = [
+            words(tokens * top_k),
+            words(tokens * top_k),
+            words(tokens * ranks),
+            words(ranks),
+            words(ranks),
+            words(ranks * experts),
+            words(ranks * experts),
+            words(ranks * experts),
+            words(ranks),
+            words(experts + 1),
+            words(ranks * tokens * top_k),
+            words(ranks * tokens * top_k),
+        ];
+        let bytes = words(0);
+        let image = image.finish(endpoint.device(), "preparing a pass")?;
+        let [
+            experts,
+            weights,
+            slots,
+            sent,
+            received,
+            counts,
+            begins,
+            cursors,
+            bases,
+            offsets,
+            positions,
+            received_weights,
+        ] = places.map(|place| image.addr(place));
+        let routes = Routes {
+            experts,
+            weights,
+            slots,
+            sent,
+            received,
+            counts,
+            begins,
+            cursors,
+            bases,
+            offsets,
+            positions,
+            received_weights,
+            tokens: 0,
+            top_k: 0,
+            placement: layout.placement(),
+            alignment: layout.alignment(),
+        };
+        Ok(Self {
+            routes,
+            bytes,
+            _image: image,
+        })
+    }
+
+    /// Bytes of the tables.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(crate) fn tokens(&self) -> u32 {
+        self.routes.tokens
+    }
+
+    pub(crate) fn top_k(&self) -> u32 {
+        self.routes.top_k
+    }
+
+    /// Takes where tokens go. Changes nothing if that cannot be, and says why.
+    pub(crate) fn route(
+        &mut self,
+        geometry: &Geometry,
+        routing: &Routing<'_>,
+    ) -> Result<(), String> {
+        let Routing {
+            experts,
+            top_k,
+            weights,
+        } = routing;
+        let count = experts.len();
+        if *top_k == 0 || *top_k > geometry.top_k {
+            let most = geometry.top_k;
+            return Err(format!("top-{top_k}; the group is for 1 to {most}"));
+        }
+        let each = *top_k as usize;
+        if !count.is_multiple_of(each) {
+            return Err(format!("{count} experts are no whole number of top-{each}"));
+        }
+        let tokens = count / each;
+        if tokens > geometry.max_tokens as usize {
+            let most = geometry.max_tokens;
+            return Err(format!("{tokens} tokens; the group is for at most {most}"));
+        }
+        if let Some(weights) = weights.filter(|weights| weights.len() != count) {
+            let weights = weights.len();
+            return Err(format!("{weights} weights for {count} experts"));
+        }
+        let most = i64::from(geometry.experts);
+        if let Some((index, expert)) = (0..count)
+            .map(|index| (index, experts.at(index)))
+            .find(|&(_, expert)| expert < -1 || expert >= most)
+        {
+            let (token, k) = (index / each, index % each);
+            return Err(format!(
+                "expert {expert} (token {token}, choice {k}); there are {most}, and -1 is for none"
+            ));
+        }
+        for index in 0..count {
+            let at = index / each * geometry.top_k as usize + index % each;
+            let at = 4 * at as u64;
+            // In range: checked above.
+            let expert = experts.at(index) as i32;
+            let weight = weights.and_then(|weights| weights.get(index).copied());
+            // SAFETY: the image's tables have room for the most tokens and top-k, and `self` is borrowed alone.
+            unsafe {
+                Raw.write(self.routes.experts + at, expert);
+                Raw.write(self.routes.weights + at, weight.unwrap_or(1.0));
+            }
+        }
+        self.routes.tokens = tokens as u32;
+        self.routes.top_k = *top_k;
+        Ok(())
+    }
+
+    /// Rows from each source.
+    pub(crate) fn received(&self, source: u32) -> u32 {
+        self.word(self.routes.received, source.into())
+    }
+
+    /// Rows from a source for a local expert, and the first of them.
+    pub(crate) fn of_expert(&self, geometry: &Geometry, source: u32, local: u32) -> (u32, u32) {
+        let at = u64::from(source) * u64::from(geometry.most_experts()) + u64::from(local);
+        (
+            self.word(self.routes.counts, at),
+            self.word(self.routes.begins, at),
+        )
+    }
+
+    /// The first row of each local expert; for their number, rows in all.
+    pub(crate) fn offset(&self, local: u32) -> u32 {
+        self.word(self.routes.offsets, local.into())
+    }
+
+    fn word(&self, table: u64, index: u64) -> u32 {
+        // SAFETY: the caller's indices are below the group's sizes, and launches borrow `self`.
+        unsafe { Raw.read(table + 4 * index) }
+    }
+}
+
+fn address(slice: &[u8]) -> u64 {
+    slice.as_ptr().expose_provenance() as u64
+}
+
+/// `name` must have `expected` things.
+fn expect(name: &str, found: usize, expected: u64) -> Result<(), String> {
+    match found as u64 == expected {
+        true => Ok(()),
+        false => Err(format!(
+            "{name} has {found} elements; it must have {expected}"
+        )),
+    }
+}
+
+/// What a dispatch sends.
+#[derive(Debug)]
+pub(crate) struct Sending<'a>(dispatch::Input, PhantomData<&'a [u8]>);
+
+impl<'a> Sending<'a> {
+    /// Of `pass`, whose tokens they must be; says what is wrong.
+    pub(crate) fn new(
+        pass: &PassTables,
+        tokens: Tokens<'a>,
+        (hidden, dtype): (u32, crate::DataType),
+        call: Call,
+    ) -> Result<Self, String> {
+        let count = u64::from(pass.tokens());
+        let format = tokens.format();
+        let (elements, scales, quantise) = match tokens {
+            Tokens::Plain(elements) => (elements, None, Quantise::No),
+            Tokens::Quantised {
+                elements, scales, ..
+            } => (elements, Some(scales), Quantise::No),
+            Tokens::Quantise {
+                elements,
+                scale_type: ScaleType::Ue8m0,
+                ..
+            } => (elements, None, Quantise::Exponents),
+            Tokens::Quantise {
+                elements,
+                powers_of_two,
+                ..
+            } => match powers_of_two {
+                true => (elements, None, Quantise::PowersOfTwo),
+                false => (elements, None, Quantise::F32),
+            },
+        };
+        if format != Format::Plain && !hidden.is_multiple_of(16) {
+            return Err(format!(
+                "a hidden size of {hidden} in f8e4m3; it must be a multiple of 16"
+            ));
+        }
+        let payload_bytes = format.token_bytes(hidden, dtype);
+        let token_bytes = match quantise {
+            Quantise::No => payload_bytes,
+            _ => Format::Plain.token_bytes(hidden, dtype),
+        };
+        let scale_bytes = format.scale_bytes(hidden);
+        expect("the memory of tokens", elements.len(), count * token_bytes)?;
+        if let Some(scales) = scales {
+            expect("the memory of scales", scales.len(), count * scale_bytes)?;
+        }
+        let input = dispatch::Input {
+            tokens: address(elements),
+            scales: scales.map_or(0, address),
+            hidden: hidden.into(),
+            token_bytes,
+            payload_bytes,
+            scale_bytes,
+            quantise,
+            call,
+        };
+        Ok(Self(input, PhantomData))
+    }
+}
+
+/// Where a dispatch lays out what comes.
+#[derive(Debug)]
+pub(crate) struct Receiving<'a>(dispatch::Output, PhantomData<&'a mut [u8]>);
+
+impl<'a> Receiving<'a> {
+    /// Room for the rows that `output`'s tokens have room for, at most as `shape` says; says what is wrong.
+    pub(crate) fn new(shape: &OutputShape, output: DispatchOutput<'a>) -> Result<Self, String> {
+        let DispatchOutput {
+            tokens,
+            scales,
+            experts,
+            weights,
+            sources,
+        } = output;
+        let rows = (tokens.len() as u64).checked_div(shape.row_bytes);
+        // More than can come is as good as that.
+        let shape = shape.with_rows(rows.unwrap_or_default().min(shape.rows));
+        let at_least = |name: &str, found: usize, expected: u64| match found as u64 >= expected {
+            true => Ok(()),
+            false => Err(format!(
+                "{name} of {} rows have room for {found}; it must be {expected}",
+                shape.rows
+            )),
+        };
+        let scales = match scales {
+            Some(_) if shape.scale_row_bytes == 0 => {
+                return Err(
+                    "room for scales, which tokens that are not quantised do not have".into(),
+                );
+            }
+            Some(scales) => {
+                at_least("scales", scales.len(), shape.scale_bytes())?;
+                address(scales)
+            }
+            None if shape.scale_row_bytes > 0 => {
+                return Err("no room for the scales of quantised tokens".into());
+            }
+            None => 0,
+        };
+        let (experts, wide) = match experts {
+            Some(_) if shape.experts_per_row == 0 => {
+                return Err(
+                    "room for experts, which are known of rows that are grouped by them".into(),
+                );
+            }
+            Some(ExpertsMut::I32(experts)) => {
+                at_least("experts", experts.len(), shape.experts())?;
+                (experts.as_mut_ptr().expose_provenance() as u64, 0)
+            }
+            Some(ExpertsMut::I64(experts)) => {
+                at_least("experts", experts.len(), shape.experts())?;
+                (experts.as_mut_ptr().expose_provenance() as u64, 1)
+            }
+            None => (0, 0),
+        };
+        let weights = match weights {
+            Some(weights) => {
+                at_least("weights", weights.len(), shape.weights())?;
+                weights.as_mut_ptr().expose_provenance() as u64
+            }
+            None => 0,
+        };
+        let sources = match sources {
+            Some(sources) => {
+                at_least("sources", sources.len(), shape.rows)?;
+                sources.as_mut_ptr().expose_provenance() as u64
+            }
+            None => 0,
+        };
+        let output = dispatch::Output {
+            tokens: tokens.as_mut_ptr().expose_provenance() as u64,
+            scales,
+            experts,
+            weights,
+            sources,
+            capacity: shape.rows,
+            payload_bytes: shape.row_bytes,
+            scale_bytes: shape.scale_row_bytes,
+            wide,
+        };
+        Ok(Self(output, PhantomData))
+    }
+
+    /// Rows that there is room for.
+    pub(crate) fn rows(&self) -> u64 {
+        self.0.capacity
+    }
+}
+
+/// What a combine sums and sends.
+#[derive(Debug)]
+pub(crate) struct Summing<'a>(combine::Input, PhantomData<&'a [u8]>);
+
+impl<'a> Summing<'a> {
+    /// `rows` of the experts of a dispatched pass, of which there must be `most`; says what is wrong.
+    pub(crate) fn new(
+        pass: &PassTables,
+        (rows, most): (&'a [u8], u64),
+        weights: Weights<'a>,
+        (hidden, dtype): (u32, crate::DataType),
+        call: Call,
+    ) -> Result<Self, String> {
+        let payload_bytes = Format::Plain.token_bytes(hidden, dtype);
+        if (rows.len() as u64) < most * payload_bytes {
+            let found = rows.len();
+            return Err(format!(
+                "the experts' rows are {found} bytes; {most} rows of {payload_bytes} bytes were dispatched"
+            ));
+        }
+        let (weighting, weights) = match weights {
+            Weights::One => (Weighting::One, 0),
+            _ if !pass.routes.placement.is_by_expert() => {
+                return Err(
+                    "weights for rows that are not grouped by expert; apply them before, and take none here"
+                        .into(),
+                );
+            }
+            Weights::Dispatched => (Weighting::Dispatched, 0),
+            Weights::Given(weights) => {
+                let count = u64::from(pass.tokens()) * u64::from(pass.top_k());
+                expect("the weights", weights.len(), count)?;
+                let address = weights.as_ptr().expose_provenance() as u64;
+                (Weighting::Given, address)
+            }
+        };
+        let input = combine::Input {
+            rows: address(rows),
+            weights,
+            hidden: hidden.into(),
+            payload_bytes,
+            weighting,
+            call,
+        };
+        Ok(Self(input, PhantomData))
+    }
+
+    /// Whether weights are sent first.
+    pub(crate) fn gives_weights(&self) -> bool {
+        self.0.weighting == Weighting::Given
+    }
+}
+
+/// Where a combine sums what comes back.
+#[derive(Debug)]
+pub(crate) struct Summed<'a>(u64, combine::Input, PhantomData<&'a mut [u8]>);
+
+impl<'a> Summed<'a> {
+    /// A row for each token of the pass; says what is wrong.
+    pub(crate) fn new(
+        pass: &PassTables,
+        output: &'a mut [u8],
+        (hidden, dtype): (u32, crate::DataType),
+        call: Call,
+    ) -> Result<Self, String> {
+        let payload_bytes = Format::Plain.token_bytes(hidden, dtype);
+        let expected = u64::from(pass.tokens()) * payload_bytes;
+        expect("the memory of combined tokens", output.len(), expected)?;
+        let input = combine::Input {
+            hidden: hidden.into(),
+            payload_bytes,
+            call,
+            ..combine::Input::default()
+        };
+        let output = output.as_mut_ptr().expose_provenance() as u64;
+        Ok(Self(output, input, PhantomData))
+    }
+}
+
+/// A launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Step<'a> {
+    SendTokens(&'a Sending<'a>),
+    Count(Call),
+    ReceiveTokens(&'a Receiving<'a>),
+    SendWeights(&'a Summing<'a>),
+    SendSums(&'a Summing<'a>),
+    ReceiveSums(&'a Summed<'a>),
+}
+
+impl Step<'_> {
+    /// Runs it on the CPU. The grid must have the group's blocks, and whoever has it be alone with the group on this
+    /// rank. The pass must be in the state that its handle says.
+    pub(crate) fn launch(
+        self,
+        grid: &mut Grid,
+        context: &Context<'_>,
+        group: &GroupTables,
+        pass: &mut PassTables,
+        rows: &HostRows,
+    ) -> Result<(), Interrupted> {
+        assert_eq!(grid.blocks(), group.program.blocks, "the group's grid");
+        let (program, routes) = (&group.program, &pass.routes);
+        let body = |block: &HostBlock<'_>, index: u32| -> Result<(), Stopped> {
+            // SAFETY: the tables were made for this process and live in `group` and `pass`, of which one is borrowed
+            // alone, and whoever has the grid is alone with the other. Buffers were checked when `self` was made, and
+            // its borrows vouch for them; blocks of a grid run on one thread.
+            unsafe {
+                match self {
+                    Self::SendTokens(sending) => {
+                        dispatch::send(block, rows, program, routes, &sending.0, index)
+                    }
+                    Self::Count(call) => dispatch::count(block, program, routes, call, index),
+                    Self::ReceiveTokens(receiving) => {
+                        dispatch::receive(block, program, routes, &receiving.0, index)
+                    }
+                    Self::SendWeights(summing) => {
+                        combine::send_weights(block, program, routes, &summing.0, index)
+                    }
+                    Self::SendSums(summing) => {
+                        combine::send(block, rows, program, routes, &summing.0, index)
+                    }
+                    Self::ReceiveSums(Summed(output, input, _)) => {
+                        combine::receive(block, rows, program, routes, *output, input, index)
+                    }
+                }
+            }
+        };
+        grid.launch(context, &body).inspect_err(|_| {
+            // SAFETY: the launch has ended.
+            unsafe { clear_barrier(&Raw, program) };
+        })
+    }
+}
+
+/// The experts of the group's tables and what is laid out by them must fit the indices of device code.
+pub(crate) fn fits(shape: &OutputShape) -> bool {
+    shape.rows < u64::from(NONE)
+}
+
+impl Experts<'_> {
+    fn at(&self, index: usize) -> i64 {
+        match self {
+            Self::I32(experts) => experts[index].into(),
+            Self::I64(experts) => experts[index],
+        }
+    }
+}
+
+impl GroupTables {
+    /// The room for `format` in `layout`.
+    pub(crate) fn shape(
+        &self,
+        (layout, top_k): (Layout, u32),
+        format: Format,
+        (hidden, dtype): (u32, crate::DataType),
+    ) -> OutputShape {
+        let row = (
+            format.token_bytes(hidden, dtype),
+            format.scale_bytes(hidden),
+        );
+        OutputShape::new(self.geometry(), self.own_experts(), (layout, top_k), row)
+    }
+}

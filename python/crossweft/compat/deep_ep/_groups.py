@@ -1,0 +1,96 @@
+"""The groups of a buffer, made when their shapes are first used."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from ... import moe
+from ..._crossweft import Communicator
+from ...errors import TensorError, UsageError
+from ._config import TOP_K
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+
+def type_of_sums(dtype: torch.dtype) -> str:
+    """In what type tokens of ``dtype`` come back."""
+    if dtype == torch.float8_e4m3fn:
+        return "bf16"
+    if dtype not in _NAMES:
+        raise TensorError(f"tokens of {dtype}; they can be bfloat16, float16, float32, or float8_e4m3fn with scales")
+    return _NAMES[dtype]
+
+
+class Shape(NamedTuple):
+    """What a group is for."""
+
+    experts: int
+    max_tokens: int
+    hidden: int
+    dtype: str
+
+
+class Groups:
+    """Groups by shape. Ranks ask for the same ones in the same order; one that is not there is made, collectively."""
+
+    def __init__(self, communicator: Communicator, timeout: float, masking: bool = False) -> None:
+        self._communicator = communicator
+        self._timeout = timeout
+        self._masking = masking
+        self._masked = [False] * communicator.world_size
+        self._groups: dict[Shape, moe.Group] = {}
+
+    def of(self, shape: Shape) -> moe.Group:
+        """The group for exactly this shape."""
+        found = self._groups.get(shape)
+        if found is None:
+            found = moe.Group(
+                self._communicator,
+                experts=shape.experts,
+                max_tokens=shape.max_tokens,
+                hidden=shape.hidden,
+                top_k=TOP_K,
+                dtype=shape.dtype,
+                timeout=self._timeout,
+                masking=self._masking,
+            )
+            self._groups[shape] = found
+            self._mask()
+        return found
+
+    def at_least(self, shape: Shape) -> moe.Group:
+        """One for as many tokens, or more."""
+        rooms = [found for found in self._groups if found._replace(max_tokens=0) == shape._replace(max_tokens=0)]
+        fits = [found for found in rooms if found.max_tokens >= shape.max_tokens]
+        return self.of(min(fits)) if fits else self.of(shape)
+
+    @property
+    def masked(self) -> list[bool]:
+        """Ranks that are left out of all groups."""
+        return list(self._masked)
+
+    def set_masked(self, rank: int, masked: bool) -> None:
+        ranks, own = self._communicator.world_size, self._communicator.rank
+        if rank == own or not 0 <= rank < ranks:
+            raise UsageError(f"rank {rank} cannot be masked; it can be one of {ranks} but this one")
+        for group in self._groups.values():
+            group.set_masked(rank, masked)
+        self._masked[rank] = masked
+
+    def share_masks(self) -> None:
+        """Lets all groups leave out what one does, so that a rank that is gone is waited for once."""
+        if self._masking:
+            for group in self._groups.values():
+                self._masked = [a or b for a, b in zip(self._masked, group.masked, strict=True)]
+            self._mask()
+
+    def _mask(self) -> None:
+        for group in self._groups.values():
+            for rank, (now, wanted) in enumerate(zip(group.masked, self._masked, strict=True)):
+                if wanted and not now:
+                    # One whose calls are under way finds out by itself, or is told the next time.
+                    with suppress(UsageError):
+                        group.set_masked(rank, True)
