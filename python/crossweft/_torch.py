@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._crossweft import Communicator, UniqueId
-from .errors import UsageError
+from .errors import Error, UsageError
 
 if TYPE_CHECKING:
     from ._crossweft import _Device
@@ -24,10 +24,19 @@ def from_process_group(group: Any, device: _Device, timeout: float, bind: str | 
     if rank < 0:
         raise UsageError("this process is not a member of the process group")
     # Kept until everybody has joined: its owner hosts the rendezvous.
-    unique_id = UniqueId(bind=bind or "loopback", timeout=timeout) if rank == 0 else None
-    message = [None if unique_id is None else str(unique_id)]
+    unique_id: UniqueId | None = None
+    message: list[Any] = [None]
+    if rank == 0:
+        try:
+            unique_id = UniqueId(bind=bind or "loopback", timeout=timeout)
+            message = [str(unique_id)]
+        except Error as error:
+            # Everybody raises it, rather than wait for what does not come.
+            message = [error]
     source = 0 if group is None else dist.get_global_rank(group, 0)
     dist.broadcast_object_list(message, src=source, group=group)
+    if isinstance(message[0], Exception):
+        raise message[0]
     if unique_id is None:
         unique_id = UniqueId.from_text(str(message[0]))
     return Communicator(rank, world_size, unique_id, device=device, timeout=timeout)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import array
+import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -240,6 +243,9 @@ def test_errors_say_what_to_do() -> None:
             passes.handle(experts + EXPERTS)
         with pytest.raises(cw.TensorError, match="weights has elements of f64"):
             passes.handle(experts, weights.astype(np.float64))
+        # Not the bits of numbers.
+        with pytest.raises(cw.TensorError, match="weights has elements of i32, not f32"):
+            passes.handle(experts, weights.astype(np.int32))
         with pytest.raises(cw.UsageError, match="no layout"):
             passes.handle(experts, layout="diagonal")  # type: ignore[arg-type]
         handle = passes.handle(experts, weights)
@@ -290,7 +296,8 @@ def test_a_rank_that_does_not_come() -> None:
     left = threading.Event()
 
     def rank_main(communicator: cw.Communicator) -> None:
-        passes = group(communicator, experts=3, timeout=1.0)
+        # Long enough for those that come.
+        passes = group(communicator, experts=3, timeout=5.0)
         if communicator.rank == 2:
             assert left.wait(60)
             return
@@ -298,7 +305,8 @@ def test_a_rank_that_does_not_come() -> None:
         try:
             with pytest.raises(cw.Timeout) as raised:
                 handle.dispatch(np.ones((2, HIDDEN), np.float32))
-            assert raised.value.missing == [2]
+            # Others may have been late as well.
+            assert raised.value.missing is not None and 2 in raised.value.missing
         finally:
             if communicator.rank == 0:
                 left.set()
@@ -307,17 +315,14 @@ def test_a_rank_that_does_not_come() -> None:
 
 
 def test_masked_ranks_are_left_out() -> None:
-    left = threading.Barrier(3)
-
     def rank_main(communicator: cw.Communicator) -> None:
         rank = communicator.rank
-        passes = group(communicator, experts=3, timeout=2.0, masking=True)
+        passes = group(communicator, experts=3, masking=True)
         assert passes.masked == [False] * 3
         with pytest.raises(cw.UsageError, match="cannot be masked"):
             passes.set_masked(rank, True)
         if rank == 2:
-            left.wait(60)
-            return
+            return  # and leaves
         handle = passes.handle(np.int32([[0, 2], [1, 0]]), layout="expert_major")
         tokens = np.full((2, HIDDEN), rank + 1, np.float32)
         received = handle.dispatch(tokens)
@@ -325,6 +330,79 @@ def test_masked_ranks_are_left_out() -> None:
         assert handle.counts().per_source == [2, 2, 0] if rank == 0 else [1, 1, 0]
         # What the lost rank's expert would have added is missing.
         assert (handle.combine(received.tokens) == tokens * np.float32([[1], [2]])).all()
-        left.wait(60)
 
     in_threads(3, rank_main)
+
+
+def test_fewer_experts_than_ranks() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        passes = group(communicator, experts=2)
+        own = passes.local_experts()
+        assert list(own) == [[0], [1], []][communicator.rank]
+        assert [list(passes.local_experts(rank)) for rank in range(3)] == [[0], [1], []]
+        layouts: list[Layout] = ["expert_major", "expert_packed", "rank_major", "flat"]
+        for layout in layouts:
+            tokens, _, _ = batch(communicator.rank)
+            handle = passes.handle(np.int32([[0, 1]] * TOKENS), layout=layout)
+            received = handle.dispatch(tokens)
+            assert handle.counts().per_source == [TOKENS if len(own) else 0] * 3
+            assert (handle.combine(received.tokens) == 2 * tokens).all()
+
+    in_threads(RANKS, rank_main)
+
+
+PROCESS = """
+import sys, numpy as np, crossweft as cw
+from crossweft import moe
+rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+communicator = cw.Communicator(rank, ranks, cw.UniqueId.from_text(sys.argv[3]))
+group = moe.Group(communicator, experts=ranks, max_tokens=4, hidden=32, top_k=2, dtype="f32")
+tokens = np.full((4, 32), rank + 1, np.float32)
+handle = group.handle(np.int64([[rank, (rank + 1) % ranks]] * 4), np.float32([[0.25, 0.5]] * 4))
+for _ in range(20):
+    received = handle.dispatch(tokens)
+    combined = handle.combine(received.tokens * (rank + 1), weights="dispatched")
+    expected = tokens * (0.25 * (rank + 1) + 0.5 * ((rank + 1) % ranks + 1))
+    assert (combined == expected).all(), (combined, expected)
+if len(sys.argv) > 4:
+    try:
+        print("ready", flush=True)
+        if rank == 0:
+            handle.dispatch(tokens)
+        else:
+            sys.stdin.read()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+else:
+    print("ok")
+"""
+
+
+def test_processes() -> None:
+    unique_id = cw.UniqueId()
+    command = [sys.executable, "-c", PROCESS]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "3", str(unique_id)], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["ok\n"] * 3
+
+
+def test_ctrl_c_ends_a_dispatch() -> None:
+    unique_id = cw.UniqueId()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(rank), "2", str(unique_id), "wait"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # Whoever started the tests may have had it ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+    ranks[0].send_signal(signal.SIGINT)
+    assert ranks[0].communicate(timeout=60)[0] == "interrupted\n"
+    ranks[1].communicate("", timeout=60)

@@ -16,7 +16,18 @@ import torch.multiprocessing
 
 from crossweft.bench import all_reduce
 from crossweft.bench._clock import Times
-from crossweft.bench._columns import Call, Case, Column, CrossweftFusedNorm, LeftOut, Machine, TorchEager, check, make
+from crossweft.bench._columns import (
+    Call,
+    Case,
+    Column,
+    CrossweftFusedNorm,
+    LeftOut,
+    Machine,
+    Reference,
+    TorchEager,
+    check,
+    make,
+)
 from crossweft.bench._nccl import NcclError, crossweft_library
 from crossweft.bench._tables import Results, Row, size
 from crossweft.torch import AllReduceCommunicator
@@ -59,7 +70,7 @@ def test_a_run_of_its_own_processes(tmp_path: Path) -> None:
 
 
 def test_a_run_under_torchrun_whose_output_is_json() -> None:
-    launcher = ("torch.distributed.run", "--nproc-per-node", "2")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     arguments = ["--bind", "--model", "--tokens", "1,3", "--hidden", "640", "--dtype", "float32", "--json", "-"]
     done = bench(*arguments, *QUICK, launcher=launcher)
     assert done.returncode == 0, done.stderr
@@ -196,7 +207,7 @@ def _notices(rank: int, store: str) -> None:
         for column in columns:
             call = column.bind(case)
             assert call is not None
-            verdicts[column.name] = check(column, case, call)
+            verdicts[column.name] = check(column, Reference(case, machine.device), call)
         assert verdicts == {
             "torch eager": True,
             "crossweft with RMSNorm fused": True,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import crossweft.torch  # noqa: F401
 
-dist.init_process_group("crossweft", timeout=timedelta(seconds=60))
+dist.init_process_group("crossweft", timeout=timedelta(seconds=240))
 # torch's wrapper does not hold what it wraps.
 gc.collect()
 rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -81,6 +81,12 @@ with register("tp", communicator):
         torch.compile(sharded, backend=backend, fullgraph=True)(x).square().sum().backward()
         torch.testing.assert_close([parameter.grad for parameter in sharded.parameters()], grads)
         torch._dynamo.reset()
+    try:
+        torch.ops.crossweft.all_reduce_(sharded.first * 2, "sum", "tp")
+    except cw.UsageError as error:
+        assert "all_reduce_ has no gradients" in str(error)
+    else:
+        raise AssertionError("gradients would be wrong")
     sizes = torch.compile(lambda x: torch.ops.crossweft.all_reduce(x, "sum", "tp"), backend="aot_eager", dynamic=True)
     for tokens in (3, 5, 9):
         assert torch.equal(sizes(torch.ones(tokens, 2)), torch.full((tokens, 2), float(world_size)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import crossweft as cw
 T = TypeVar("T")
 
 #: Seconds that nothing here should need.
-TIMEOUT = 60.0
+TIMEOUT = 240.0
 
 
 def in_threads(ranks: int, rank_main: Callable[[cw.Communicator], T]) -> list[T]:
@@ -47,8 +48,15 @@ def torchrun(ranks: int, script: Path, *arguments: str, **variables: str) -> str
     """Runs a script under torchrun, with variables of the environment, and returns what its ranks print."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, *launch, str(script), *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    with tempfile.TemporaryDirectory() as logs:
+        # torchrun's ranks do not buffer: on one pipe, their lines would come in pieces, between each other's.
+        launch += [f"--log-dir={logs}", "--redirects=3"]
+        command = [sys.executable, *launch, str(script), *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+        said = [path.read_text() for path in sorted(Path(logs).glob("**/stdout.log"))]
+        complained = [path.read_text() for path in sorted(Path(logs).glob("**/stderr.log"))]
     if ran.returncode != 0:
-        pytest.fail(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout}\n{ran.stderr}")
-    return ran.stdout
+        everything = "\n".join([ran.stdout, ran.stderr, *said, *complained])
+        pytest.fail(f"{' '.join(command)} ended with {ran.returncode}:\n{everything}")
+    assert len(said) == ranks
+    return "".join(said)

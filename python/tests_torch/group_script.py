@@ -9,9 +9,10 @@ import torch.distributed as dist
 import crossweft as cw
 from crossweft.torch import AllReduceCommunicator, from_store
 
-if sys.argv[1] == "launcher":
-    communicator = AllReduceCommunicator()
-elif sys.argv[1] == "store":
+if sys.argv[1] == "no group":
+    # Of the launcher, then of a store.
+    with AllReduceCommunicator() as communicator:
+        assert communicator.all_reduce(torch.ones(3)).tolist() == [communicator.world_size] * 3
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     joined = from_store(dist.PrefixStore("of this test", store), rank, world_size)
@@ -37,6 +38,13 @@ else:
         assert "not a member" in str(error)
     else:
         raise AssertionError("this rank is not a member")
+    # What only the first rank finds out.
+    try:
+        AllReduceCommunicator(bind="no-such-if")
+    except cw.UsageError as error:
+        assert "there is no interface" in str(error)
+    else:
+        raise AssertionError("there is no such interface")
 total = communicator.all_reduce_(torch.ones(5, dtype=torch.int64) * communicator.rank)
 assert total.tolist() == [sum(range(communicator.world_size))] * 5
 communicator.close()

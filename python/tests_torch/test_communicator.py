@@ -108,6 +108,9 @@ def test_refusals_are_counted_and_say_why() -> None:
             torch.ones(2, dtype=torch.complex64): "its elements are of torch.complex64",
             torch.ones(2, device="meta"): "it is on meta, the communicator on cpu",
             torch.ones(2, 2).to_sparse(): "its layout is torch.sparse_coo",
+            # Its memory has ones, which would be summed.
+            torch._neg_view(torch.ones(3)): "it is a negative view, whose memory has the opposite numbers; give "
+            "tensor.resolve_neg()",
         }
         for tensor, reason in refused.items():
             assert torch_communicator.why_not(tensor) == reason
@@ -115,6 +118,14 @@ def test_refusals_are_counted_and_say_why() -> None:
             with pytest.raises(cw.TensorError) as error:
                 torch_communicator.all_reduce(tensor)
             assert reason in str(error.value) and error.value.rank == communicator.rank
+        with pytest.raises(cw.TensorError, match="and no negative view"):
+            torch_communicator.all_reduce(torch.ones(3), out=torch._neg_view(torch.ones(3)))
+        # Of one rank alone.
+        rows = [101, 1, 1]
+        splits = [rows[communicator.rank]] * RANKS
+        sent = torch.full((sum(splits),), float(communicator.rank))
+        received = torch_communicator.all_to_all(sent, input_splits=splits, output_splits=rows)
+        assert received.tolist() == [0.0] * 101 + [1.0, 2.0]
         assert torch_communicator.should_all_reduce(torch.ones(100))
         torch_communicator.disabled = True
         assert torch_communicator.why_not(torch.ones(100)) == "the communicator is disabled"
@@ -213,6 +224,8 @@ def test_all_reduce_rms_norm(dtype: torch.dtype) -> None:
         x = total.float()
         expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight.float()
         torch.testing.assert_close(plain, expected.to(dtype))
+        with pytest.raises(cw.TensorError, match=r"weight is \(512,\), the tensor \(4, 256\)"):
+            torch_communicator.all_reduce_rms_norm(own[:4], weight.repeat(2))
         return result
 
     x = (total + residual).float()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -319,18 +318,15 @@ def test_two_low_latency_calls_under_way() -> None:
 
 
 def test_ranks_that_are_gone_are_left_out() -> None:
-    done = threading.Barrier(3)
-
     def rank_main(communicator: cw.Communicator) -> None:
         rank = communicator.rank
-        buffer = Buffer(communicator, low_latency_mode=True, enable_shrink=True, timeout=3.0)
+        buffer = Buffer(communicator, low_latency_mode=True, enable_shrink=True)
         buffer.clean_low_latency_buffer(4, 128, 3)
         masks = torch.full((3,), 7, dtype=torch.int32)
         buffer.low_latency_query_mask_buffer(masks)
         assert masks.tolist() == [0, 0, 0]
         if rank == 1:
-            done.wait(60)
-            return
+            return  # and leaves
         topk_idx = torch.tensor([[0, 1], [1, 2], [2, 0]])
         weights = torch.tensor([[0.5, 0.25]]).repeat(3, 1)
         x = torch.full((3, 128), rank + 1.0, dtype=torch.bfloat16)
@@ -346,7 +342,6 @@ def test_ranks_that_are_gone_are_left_out() -> None:
         buffer.low_latency_query_mask_buffer(masks)
         assert masks.tolist() == [0, 1, 0]
         buffer.clean_low_latency_buffer(4, 128, 3)
-        done.wait(60)
 
     in_threads(3, rank_main)
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import torchrun
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("launcher", 2), ("store", 2), ("group", 4)])
+@pytest.mark.parametrize(("how", "ranks"), [("no group", 2), ("group", 4)])
 def test_groups(how: str, ranks: int) -> None:
     printed = torchrun(ranks, Path(__file__).with_name("group_script.py"), how)
     assert sorted(printed.split("\n")) == ["", *(f"rank {rank} ok" for rank in range(ranks))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from conftest import in_threads
@@ -16,6 +18,15 @@ HIDDEN = 12
 TOP_K = 3
 #: The last rank has none.
 TOKENS = [7, 4, 0]
+
+
+@pytest.fixture
+def f64_by_default() -> Iterator[None]:
+    """What nothing must be of by mistake."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,6 +96,7 @@ def by_expert(rows: Rows, counts: moe.Counts, experts: torch.Tensor) -> torch.Te
     return weighted.view(rows.tokens.shape)
 
 
+@pytest.mark.usefixtures("f64_by_default")
 @pytest.mark.parametrize("layout", ["flat", "rank_major", "expert_packed", "expert_major"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_one_rank(layout: moe.Layout, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossweft.torch  # noqa: F401
 
-dist.init_process_group("crossweft", timeout=timedelta(seconds=60))
+dist.init_process_group("crossweft", timeout=timedelta(seconds=240))
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 GLOO = dist.new_group(backend="gloo")
 

@@ -9,13 +9,11 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crossweft_kernels::{MAX_THREADS, MODULES, Module};
 
 use crate::cuda::root;
-use crate::kernels::{Compiler, Target};
+use crate::kernels::{Compiler, Target, side_by_side};
 
 const TRIPLE: &str = "amdgcn-amd-amdhsa";
 const PROCESSOR: &str = "gfx942";
@@ -51,29 +49,13 @@ pub(crate) fn check() -> Result<Vec<String>, String> {
         write(&source, &text)?;
         sources.push((module, source));
     }
-    let (next, reports) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let workers = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..workers {
-            scope.spawn(|| {
-                while let Some((module, source)) = sources.get(next.fetch_add(1, Ordering::Relaxed))
-                {
-                    let problems = tools.build(module, source).unwrap_or_else(|e| vec![e]);
-                    let named = problems
-                        .into_iter()
-                        .map(|problem| format!("{}, {PROCESSOR}: {problem}", module.name));
-                    reports
-                        .lock()
-                        .unwrap_or_else(std::sync::PoisonError::into_inner)
-                        .extend(named);
-                }
-            });
-        }
+    let reports = side_by_side(&sources, |(module, source)| {
+        let problems = tools.build(module, source).unwrap_or_else(|e| vec![e]);
+        let named = problems
+            .into_iter()
+            .map(|problem| format!("{}, {PROCESSOR}: {problem}", module.name));
+        named.collect()
     });
-    let mut reports = reports
-        .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    reports.sort();
     if reports.is_empty() {
         eprintln!("xtask: {} code objects for {PROCESSOR}: ok", MODULES.len());
     }

@@ -466,41 +466,50 @@ fn assemble_all(ptxas: &Path) -> Result<Vec<String>, String> {
         .iter()
         .flat_map(|module| ARCHITECTURES.map(|architecture| (module, architecture)))
         .collect();
+    Ok(side_by_side(&jobs, |&(module, architecture)| {
+        let cubin = out.join(format!("{}.{architecture}.cubin", module.name));
+        let output = Command::new(ptxas)
+            .arg(format!("-arch={architecture}"))
+            .arg("-v")
+            .arg(path(module))
+            .arg("-o")
+            .arg(cubin)
+            .output();
+        let report = match output {
+            Err(e) => vec![format!("cannot run ptxas: {e}")],
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stderr).into_owned()
+                    + &String::from_utf8_lossy(&output.stdout);
+                if output.status.success() {
+                    resources(&text)
+                } else {
+                    vec![text]
+                }
+            }
+        };
+        let named = report
+            .into_iter()
+            .map(|problem| format!("{}, {architecture}: {problem}", module.name));
+        named.collect()
+    }))
+}
+
+/// Does all jobs, as many at a time as there are processors; returns the problems of all, sorted.
+pub(crate) fn side_by_side<J: Sync>(
+    jobs: &[J],
+    job: impl Fn(&J) -> Vec<String> + Sync,
+) -> Vec<String> {
     let (next, reports) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let workers = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| {
-                while let Some(&(module, architecture)) =
-                    jobs.get(next.fetch_add(1, Ordering::Relaxed))
-                {
-                    let cubin = out.join(format!("{}.{architecture}.cubin", module.name));
-                    let output = Command::new(ptxas)
-                        .arg(format!("-arch={architecture}"))
-                        .arg("-v")
-                        .arg(path(module))
-                        .arg("-o")
-                        .arg(cubin)
-                        .output();
-                    let report = match output {
-                        Err(e) => vec![format!("cannot run ptxas: {e}")],
-                        Ok(output) => {
-                            let text = String::from_utf8_lossy(&output.stderr).into_owned()
-                                + &String::from_utf8_lossy(&output.stdout);
-                            if output.status.success() {
-                                resources(&text)
-                            } else {
-                                vec![text]
-                            }
-                        }
-                    };
-                    let named = report
-                        .into_iter()
-                        .map(|problem| format!("{}, {architecture}: {problem}", module.name));
+                while let Some(one) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let report = job(one);
                     reports
                         .lock()
                         .unwrap_or_else(std::sync::PoisonError::into_inner)
-                        .extend(named);
+                        .extend(report);
                 }
             });
         }
@@ -509,7 +518,7 @@ fn assemble_all(ptxas: &Path) -> Result<Vec<String>, String> {
         .into_inner()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     reports.sort();
-    Ok(reports)
+    reports
 }
 
 /// What is wrong in the report of `ptxas -v`: memory of a thread's own, and fewer registers used

@@ -154,18 +154,23 @@ impl Board {
         }
     }
 
-    /// The first running call on the board at `offset` of `memory`, but for plan `except`'s.
-    pub(crate) fn other(&self, memory: &SharedMemory, offset: u64, except: u32) -> Option<Call> {
-        let own = (FIRST_OWN..FIRST_OWN + OWN_LINES).filter(|&number| number != except);
-        let own = own.map(|number| Self::call(memory, offset, number));
+    /// The running calls on the board at `offset` of `memory`, but for plan `except`'s.
+    pub(crate) fn others(
+        &self,
+        memory: &SharedMemory,
+        offset: u64,
+        except: u32,
+    ) -> impl Iterator<Item = Call> {
+        let own = (FIRST_OWN..FIRST_OWN + OWN_LINES).filter(move |&number| number != except);
+        let own = own.map(move |number| Self::call(memory, offset, number));
         let of_plans = (0..LINES)
-            .filter(|&line| except >= FIRST_OWN || line != except % LINES)
-            .map(|line| Self::call(memory, offset, line))
+            .filter(move |&line| except >= FIRST_OWN || line != except % LINES)
+            .map(move |line| Self::call(memory, offset, line))
             .map(|call| Call {
                 plan: self.latest(call.plan),
                 ..call
             });
-        own.chain(of_plans).find(|call| call.running)
+        own.chain(of_plans).filter(|call| call.running)
     }
 }
 
@@ -194,7 +199,7 @@ mod tests {
         for plan in 0..70 {
             assert_eq!(board.number(format!("p{plan}")), plan);
         }
-        assert_eq!(board.other(&memory, 64, 5), None);
+        assert_eq!(board.others(&memory, 64, 5).next(), None);
         Board::begin(&memory, 64, 66, 9, 1024);
         let call = Call {
             plan: 66,
@@ -203,12 +208,12 @@ mod tests {
             bytes: 1024,
         };
         assert_eq!(Board::call(&memory, 64, 66), call);
-        assert_eq!(board.other(&memory, 64, 5), Some(call));
+        assert_eq!(board.others(&memory, 64, 5).next(), Some(call));
         // Plan 2 has the same line.
-        assert_eq!(board.other(&memory, 64, 2), None);
+        assert_eq!(board.others(&memory, 64, 2).next(), None);
         Board::end(&memory, 64, 66, 9);
         assert!(!Board::call(&memory, 64, 66).running);
-        assert_eq!(board.other(&memory, 64, 5), None);
+        assert_eq!(board.others(&memory, 64, 5).next(), None);
         assert_eq!(board.name(66), "p66");
         assert_eq!(board.name(99), "plan 99");
     }
@@ -227,9 +232,12 @@ mod tests {
             assert_eq!(board.number(String::new()), plan);
             assert!(!Board::call(&memory, 64, plan).running);
         }
-        let first = board.other(&memory, 64, 5).unwrap();
-        assert_eq!(board.describe(first), "does 0 (number 7, 16 bytes)");
-        assert_eq!(board.other(&memory, 64, own[0]).unwrap().plan, own[1]);
+        let others = |except| board.others(&memory, 64, except).collect::<Vec<_>>();
+        assert_eq!(board.describe(others(5)[0]), "does 0 (number 7, 16 bytes)");
+        assert_eq!(others(5).len(), own.len());
+        assert_eq!(others(own[0])[0].plan, own[1]);
+        Board::begin(&memory, 64, 9, 1, 8);
+        assert_eq!(others(5).last().map(|call| call.plan), Some(LINES + 9));
         // Then there are none left.
         assert_eq!(board.own_number("does more".to_owned()), 2 * LINES);
     }

@@ -256,9 +256,10 @@ impl Endpoint {
         Some(Board::call(self.control(rank)?, BOARD, number))
     }
 
-    /// A call that `rank` is in, of any plan but `number`.
-    pub(crate) fn other_call(&self, rank: u32, number: u32) -> Option<Call> {
-        self.board.other(self.control(rank)?, BOARD, number)
+    /// The calls that `rank` is in, of all plans but `number`; none if that cannot be read here.
+    pub(crate) fn other_calls(&self, rank: u32, number: u32) -> impl Iterator<Item = Call> {
+        let memory = self.control(rank).into_iter();
+        memory.flat_map(move |memory| self.board.others(memory, BOARD, number))
     }
 
     fn control(&self, rank: u32) -> Option<&SharedMemory> {

@@ -202,6 +202,8 @@ impl<'a> Guard<'a> {
         }
         let (rank, own) = (waiting.site.peer, self.endpoint.rank());
         let number = self.call.map(CallLine::number);
+        let any = || self.endpoint.other_calls(rank, number?).next();
+        let theirs = self.crossing(rank).or_else(any);
         let words = |call: Option<Call>| {
             call.map_or("makes another".to_owned(), |c| {
                 self.endpoint.describe_call(c)
@@ -210,7 +212,7 @@ impl<'a> Guard<'a> {
         StopCause::Mismatch {
             rank,
             same_call: false,
-            theirs: words(number.and_then(|number| self.endpoint.other_call(rank, number))),
+            theirs: words(theirs),
             ours: words(number.and_then(|number| self.endpoint.call(own, number))),
         }
     }
@@ -275,7 +277,7 @@ impl<'a> Guard<'a> {
             }
             _ => format!("rank {rank} has ended this call"),
         };
-        if let Some(other) = self.endpoint.other_call(rank, call.number()) {
+        if let Some(other) = self.endpoint.other_calls(rank, call.number()).next() {
             words += "; it ";
             words += &self.endpoint.describe_call(other);
         }
@@ -286,15 +288,9 @@ impl<'a> Guard<'a> {
     /// other's: then nothing would ever change.
     #[cold]
     fn is_crossed(&self, waiting: &Waiting) -> bool {
-        let rank = waiting.site.peer;
-        let Some(call) = self.call.filter(|_| rank != self.endpoint.rank()) else {
+        let Some(theirs) = self.crossing(waiting.site.peer) else {
             return false;
         };
-        let begun = |rank, plan| self.endpoint.call(rank, plan).map(|call| call.begun);
-        let Some(theirs) = self.endpoint.other_call(rank, call.number()) else {
-            return false;
-        };
-        let own = self.endpoint.rank();
         let now = Instant::now();
         let mut crossed = self.crossed.lock().unwrap_or_else(PoisonError::into_inner);
         let since = match *crossed {
@@ -303,8 +299,19 @@ impl<'a> Guard<'a> {
         };
         // The other thread that may still be on its way here gets its time.
         now.duration_since(since) > CROSSED_GRACE
-            && begun(rank, call.number()).is_some_and(|begun| begun < call.begun())
-            && begun(own, theirs.plan).is_some_and(|begun| begun < theirs.begun)
+    }
+
+    /// A call that `rank` is in and this one is not, if that one is not in this rank's. It may be in several, of which
+    /// this rank is in some: a plan's, and what that is run for.
+    fn crossing(&self, rank: u32) -> Option<Call> {
+        let own = self.endpoint.rank();
+        let call = self.call.filter(|_| rank != own)?;
+        let begun = |rank, plan| self.endpoint.call(rank, plan).map(|call| call.begun);
+        if begun(rank, call.number())? >= call.begun() {
+            return None;
+        }
+        let mut others = self.endpoint.other_calls(rank, call.number());
+        others.find(|theirs| begun(own, theirs.plan).is_some_and(|begun| begun < theirs.begun))
     }
 
     /// The state of the rank that is waited for, if it is one.

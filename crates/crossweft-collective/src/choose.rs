@@ -33,7 +33,7 @@ pub(crate) fn choose(
         max_bytes: max_bytes.max(LARGEST),
         ..request.clone()
     };
-    let cut = |choices: Vec<Choice>| rest(&choices, 0, max_bytes).collect::<Vec<_>>();
+    let cut = |choices| up_to(choices, max_bytes);
     let without = measured(whole, &Registry::new(), table);
     if registry.plans().is_empty() {
         return Selector::of(cut(without), Vec::new());
@@ -49,6 +49,17 @@ pub(crate) fn choose(
         false => without,
     };
     Selector::of(with, otherwise)
+}
+
+/// The choices for sizes up to `most`.
+fn up_to(mut choices: Vec<Choice>, most: u64) -> Vec<Choice> {
+    let last = choices.iter().position(|choice| choice.up_to >= most);
+    choices.truncate(last.map_or(choices.len(), |last| last + 1));
+    if let Some(last) = choices.last_mut() {
+        last.up_to = last.up_to.min(most);
+        last.piece = last.piece.min(most);
+    }
+    choices
 }
 
 /// The shipped rule.

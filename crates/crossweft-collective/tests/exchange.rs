@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Footprint, Ranks};
+use common::{Done, Footprint, Ranks};
 use crossweft_collective::{
     Algorithm, AllReduceOptions, Blocks, CollectiveError, CollectiveOptions, Communicator,
     CommunicatorOptions, Counts, DataType, Exchange, ExchangeError, ExchangeOptions, ReduceOp,
@@ -930,10 +930,11 @@ fn another_type_or_call_is_named_on_both_sides() {
 
 #[test]
 fn a_message_that_never_comes_is_named_at_the_deadline() {
+    let has_failed = Done::default();
     let errors = job(2, 2, |communicator| {
         let exchange = usual(communicator)?;
         if communicator.rank() == 1 {
-            std::thread::sleep(Duration::from_secs(4));
+            has_failed.wait();
             return Ok(None);
         }
         let error = exchange
@@ -941,6 +942,7 @@ fn a_message_that_never_comes_is_named_at_the_deadline() {
             .send(1, &[0; 64])
             .recv(1, &mut [0; 64])
             .run();
+        has_failed.set();
         Ok(Some(error.unwrap_err()))
     })
     .unwrap();
@@ -959,12 +961,13 @@ fn a_message_that_never_comes_is_named_at_the_deadline() {
 #[test]
 fn a_message_that_is_never_received_is_named_at_the_deadline() {
     for is_offered in [false, true] {
+        let has_failed = Done::default();
         let errors = job(2, 2, |communicator| {
             let buffer = communicator.allocate(1 << 20)?;
             let options = ExchangeOptions::default().symmetric(&buffer);
             let exchange = communicator.exchange(&options)?;
             if communicator.rank() == 1 {
-                std::thread::sleep(Duration::from_secs(4));
+                has_failed.wait();
                 return Ok(None);
             }
             let (mut group, data) = (exchange.group(), vec![0; 1 << 20]);
@@ -973,6 +976,7 @@ fn a_message_that_is_never_received_is_named_at_the_deadline() {
                 false => group.send(1, &data),
             }
             .run();
+            has_failed.set();
             Ok(Some(error.unwrap_err()))
         })
         .unwrap();
@@ -988,6 +992,7 @@ fn a_message_that_is_never_received_is_named_at_the_deadline() {
 
 #[test]
 fn a_message_whose_sender_gave_up_is_not_received_from_a_buffer_that_is_in_use_again() {
+    let has_failed = Done::default();
     let errors = job(2, 2, |communicator| {
         let buffer = communicator.allocate(1 << 20)?;
         let options = ExchangeOptions::default().symmetric(&buffer);
@@ -997,9 +1002,10 @@ fn a_message_whose_sender_gave_up_is_not_received_from_a_buffer_that_is_in_use_a
             group.send_symmetric(1, DataType::U8, &buffer, 0..1 << 20);
             let error = group.run().unwrap_err();
             buffer.write(0, &[1; 1 << 20])?;
+            has_failed.set();
             error
         } else {
-            std::thread::sleep(Duration::from_secs(3));
+            has_failed.wait();
             exchange.recv(0, &mut vec![0; 1 << 20]).unwrap_err()
         };
         communicator.barrier()?;

@@ -1,8 +1,11 @@
 //! What callers hear when they, or their peers, do something wrong.
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use std::time::{Duration, Instant};
 
+use common::Done;
 use crossweft_collective::{
     Algorithm, AllReduceOptions, CollectiveError, Communicator, CommunicatorOptions, DataType,
     ReduceOp, run_in_threads,
@@ -104,13 +107,16 @@ fn ranks_that_prepare_different_things_are_told() {
 #[test]
 fn a_rank_that_does_not_call_is_named_at_the_deadline() {
     let start = Instant::now();
+    let has_failed = Done::default();
     let errors = job(2, 2, |communicator| {
         let all_reduce = communicator.all_reduce(options().algorithm(Algorithm::OneShot))?;
         if communicator.rank() == 1 {
-            std::thread::sleep(Duration::from_secs(4));
+            has_failed.wait();
             return Ok(None);
         }
-        let error = all_reduce.run_in_place(&mut [0; 64]).unwrap_err();
+        let error = all_reduce.run_in_place(&mut [0; 64]);
+        has_failed.set();
+        let error = error.unwrap_err();
         let again = all_reduce.run_in_place(&mut [0; 64]).unwrap_err();
         assert_words(&again, &["earlier launch failed"]);
         Ok(Some(error))

@@ -1,8 +1,11 @@
 //! Ranks that make different calls: each is told what the other does, long before its deadline.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod common;
+
 use std::time::{Duration, Instant};
 
+use common::Done;
 use crossweft_collective::{
     Algorithm, AllReduceOptions, Collective, CollectiveError, CollectiveOptions, Communicator,
     CommunicatorOptions, DataType, Memory, ReduceOp, Scalar, run_in_threads,
@@ -18,9 +21,20 @@ fn errors(
     let options = CommunicatorOptions {
         timeout: Duration::from_secs(120),
     };
-    let errors = run_in_threads(RANKS, options, rank_main).unwrap();
+    let errors = run_in_threads(RANKS, options, staying(rank_main)).unwrap();
     assert!(started.elapsed() < Duration::from_secs(60));
     errors
+}
+
+/// Nobody leaves before all have found out: a rank that is late would hear of that instead.
+fn staying(
+    rank_main: impl Fn(&Communicator) -> Result<String, CollectiveError> + Sync,
+) -> impl Fn(&Communicator) -> Result<String, CollectiveError> + Sync {
+    move |communicator| {
+        let said = rank_main(communicator)?;
+        communicator.barrier()?;
+        Ok(said)
+    }
 }
 
 fn assert_words(text: &str, words: &[&str]) {
@@ -102,7 +116,7 @@ fn errors_of_two(
     let options = CommunicatorOptions {
         timeout: Duration::from_secs(120),
     };
-    let errors = run_in_threads(2, options, rank_main).unwrap();
+    let errors = run_in_threads(2, options, staying(rank_main)).unwrap();
     assert!(started.elapsed() < Duration::from_secs(60));
     errors
 }
@@ -270,23 +284,41 @@ fn another_call(collective: Collective) {
     assert_words(&errors[1], &words);
 }
 
+/// Ranks that are in one call beside the plans', the same on all, and in different plans for it.
+#[test]
+fn another_plan_for_the_same_call_is_found() {
+    let errors = errors_of_two(|communicator| {
+        let around = communicator
+            .endpoint()
+            .own_call_line("is in a call of another kind");
+        let options = |op| AllReduceOptions::new(DataType::F32, op, 64);
+        let sum = communicator.all_reduce(options(ReduceOp::Sum))?;
+        let max = communicator.all_reduce(options(ReduceOp::Max))?;
+        around.begin(communicator.endpoint(), 64);
+        let call = if communicator.rank() == 1 { max } else { sum };
+        Ok(call.run_in_place(&mut [0; 64]).unwrap_err().to_string())
+    });
+    assert_words(&errors[0], &["rank 1 is in call 1 of plan 1"]);
+    assert_words(&errors[1], &["rank 0 is in call 1 of plan 0"]);
+}
+
 #[test]
 fn at_the_deadline_it_is_said_what_the_peer_was_doing() {
     let options = CommunicatorOptions {
         timeout: Duration::from_secs(2),
     };
+    let has_failed = Done::default();
     let errors = run_in_threads(2, options, |communicator| {
         let options = AllReduceOptions::new(DataType::F32, ReduceOp::Sum, 64);
         let all_reduce = communicator.all_reduce(options)?;
         all_reduce.run_in_place(&mut [0; 64])?;
         if communicator.rank() == 1 {
-            std::thread::sleep(Duration::from_secs(4));
+            has_failed.wait();
             return Ok(String::new());
         }
-        Ok(all_reduce
-            .run_in_place(&mut [0; 64])
-            .unwrap_err()
-            .to_string())
+        let error = all_reduce.run_in_place(&mut [0; 64]);
+        has_failed.set();
+        Ok(error.unwrap_err().to_string())
     })
     .unwrap();
     assert_words(

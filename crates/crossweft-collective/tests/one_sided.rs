@@ -1,8 +1,11 @@
 //! Puts and signals from the host.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod common;
+
 use std::time::{Duration, Instant};
 
+use common::Done;
 use crossweft_collective::{CommunicatorOptions, run_in_threads};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -52,18 +55,21 @@ fn what_was_put_before_a_signal_is_there_after_it() {
 #[test]
 fn a_wait_for_a_rank_that_is_late_ends_and_names_it() {
     let options = CommunicatorOptions {
-        timeout: Duration::from_millis(300),
+        timeout: Duration::from_secs(2),
     };
+    let has_failed = Done::default();
     run_in_threads(2, options, |communicator| {
         let one_sided = communicator.one_sided()?;
         let start = Instant::now();
         if communicator.rank() == 0 {
-            let error = one_sided.wait(1, 1).unwrap_err().to_string();
+            let error = one_sided.wait(1, 1);
+            has_failed.set();
+            let error = error.unwrap_err().to_string();
             assert!(error.contains("a signal from rank 1"), "{error}");
             assert!(error.contains("deadline"), "{error}");
             assert!(start.elapsed() < Duration::from_secs(20));
         } else {
-            std::thread::sleep(Duration::from_millis(600));
+            has_failed.wait();
         }
         Ok(())
     })

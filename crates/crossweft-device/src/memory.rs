@@ -143,21 +143,10 @@ pub trait Memory {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Raw;
 
-#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
-mod host {
-    use core::sync::atomic::{AtomicU64, Ordering, fence};
-
-    use super::{Memory, Raw};
-
-    /// # Safety
-    /// `addr` must be valid and 8-byte aligned for as long as the reference is used.
-    unsafe fn word<'a>(addr: u64) -> &'a AtomicU64 {
-        debug_assert!(addr.is_multiple_of(8), "unaligned word");
-        // SAFETY: the caller's promise; every access to such words is atomic.
-        unsafe { AtomicU64::from_ptr(addr as *mut u64) }
-    }
-
-    impl Memory for Raw {
+/// Words, where the compiler's own atomics keep order and scope.
+#[cfg(not(target_arch = "nvptx64"))]
+macro_rules! words_by_atomics {
+    () => {
         #[inline(always)]
         unsafe fn load(&self, addr: u64) -> u64 {
             // SAFETY: the caller's promise.
@@ -210,6 +199,35 @@ mod host {
         fn fence(&self) {
             fence(Ordering::AcqRel);
         }
+    };
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) mod atomics {
+    use core::sync::atomic::AtomicU64;
+
+    #[cfg(target_arch = "amdgpu")]
+    pub(crate) use words_by_atomics;
+
+    /// # Safety
+    /// `addr` must be valid and 8-byte aligned for as long as the reference is used.
+    #[inline(always)]
+    pub(crate) unsafe fn word<'a>(addr: u64) -> &'a AtomicU64 {
+        debug_assert!(addr.is_multiple_of(8), "unaligned word");
+        // SAFETY: the caller's promise; every access to such words is atomic.
+        unsafe { AtomicU64::from_ptr(addr as *mut u64) }
+    }
+}
+
+#[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
+mod host {
+    use core::sync::atomic::{Ordering, fence};
+
+    use super::atomics::word;
+    use super::{Memory, Raw};
+
+    impl Memory for Raw {
+        words_by_atomics!();
 
         #[inline(always)]
         fn fence_relaxed_wait(&self) {

@@ -384,27 +384,24 @@ impl Group {
             .collect()
     }
 
-    /// Masks the ranks because of which a launch was stopped, if that is what to do.
+    /// Masks the ranks because of which a launch was stopped, if that is what to do; whether to launch again.
     fn leave_out(&self, interrupted: &Interrupted, number: u64, watch: &Watch<'_>) -> bool {
-        if interrupted.stopped == Stopped::Mismatch {
+        if interrupted.stopped == Stopped::Mismatch || !watch.may_leave_out() {
             return false;
         }
         let own = self.rank();
-        let missing = self.missing(interrupted, number);
-        let out: Vec<u32> = missing
-            .iter()
-            .copied()
-            .filter(|&rank| rank != own && watch.leaves_out(rank))
-            .collect();
-        for &rank in &out {
+        let mut missing = self.missing(interrupted, number);
+        // What was waited for may have come at the last moment.
+        let has_come = !missing.contains(&interrupted.waiting.site.peer);
+        missing.retain(|&rank| rank != own && watch.leaves_out(rank));
+        for &rank in &missing {
             tracing::warn!(
                 "rank {own} leaves rank {rank} out: {} missing in call {number}",
                 waited_for(phase_of(interrupted))
             );
             self.tables.set_masked(rank, true);
         }
-        // What was missing may have come at the last moment.
-        !out.is_empty() || missing.is_empty() && watch.leaves_out(own)
+        has_come || !missing.is_empty()
     }
 
     #[cold]

@@ -125,7 +125,8 @@ impl<'a> DispatchOutput<'a> {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Weights<'a> {
-    /// All 1: what the rows hold is summed. The only ones for rows that are not grouped by expert.
+    /// All 1: what the rows hold is summed, where they are grouped by expert once for each time that the token names the
+    /// expert. The only ones for rows that are not grouped by expert.
     One,
     /// The [`Routing::weights`] of the dispatch.
     Dispatched,

@@ -61,10 +61,14 @@ impl<'a> Watch<'a> {
         matches!(failure, Some(Failure::Aborted { .. }))
     }
 
-    /// Whether `rank`, which a wait that was ended had missed, is to be left out instead of failing.
+    /// Whether the call may go on without somebody.
+    pub(crate) fn may_leave_out(&self) -> bool {
+        self.masking && !self.is_aborted()
+    }
+
+    /// Whether `rank`, which a wait that was ended had missed, is to be left out.
     pub(crate) fn leaves_out(&self, rank: u32) -> bool {
-        let is_late = self.waited() > self.limit;
-        self.masking && !self.is_aborted() && (is_late || self.is_gone(rank))
+        self.waited() > self.limit || self.is_gone(rank)
     }
 
     /// Why a wait was ended.

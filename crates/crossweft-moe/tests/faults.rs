@@ -3,9 +3,9 @@
 
 mod common;
 
-use std::io::BufRead;
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Case, fill, job, soon};
@@ -17,7 +17,7 @@ use crossweft_moe::{
 use crossweft_net::{Group as Job, JoinOptions, Rendezvous, RendezvousOptions};
 
 /// A deadline that is to expire. Ranks that are not late must meet it.
-const SHORT: Duration = Duration::from_secs(5);
+const SHORT: Duration = Duration::from_secs(10);
 const LONG: Duration = Duration::from_secs(120);
 
 fn options(case: &Case) -> GroupOptions {
@@ -96,6 +96,11 @@ fn assert_words(error: &MoeError, words: &[&str]) {
 
 fn group(endpoint: &Arc<Endpoint>, options: GroupOptions) -> Arc<Group> {
     Group::new(endpoint, options, soon()).unwrap()
+}
+
+/// Waits for all ranks, at most until one of them has failed.
+fn meet(endpoint: &Endpoint) {
+    endpoint.group().barrier(soon()).unwrap();
 }
 
 #[test]
@@ -218,7 +223,6 @@ fn differs(other: impl Fn(&mut Handle, &Case) -> Result<(), MoeError> + Sync, wo
         hidden: 48,
         ..Case::new(3)
     };
-    let done = Barrier::new(3);
     job(3, |endpoint| {
         let group = group(endpoint, options(&case));
         let mut handle = handle(&group, &case, 0);
@@ -235,7 +239,7 @@ fn differs(other: impl Fn(&mut Handle, &Case) -> Result<(), MoeError> + Sync, wo
         // The group is of no use any more, and says so.
         let error = dispatch(&mut self::handle(&group, &case, 0), &case, 0).unwrap_err();
         assert!(matches!(error, MoeError::Poisoned { .. }), "{error}");
-        done.wait();
+        meet(endpoint);
     });
 }
 
@@ -289,7 +293,6 @@ fn ranks_in_different_calls_name_each_other() {
 #[test]
 fn a_rank_that_never_calls_is_named_at_the_deadline() {
     let case = Case::new(3);
-    let done = Barrier::new(3);
     job(3, |endpoint| {
         let mut options = options(&case);
         options.timeout = Duration::from_secs(2);
@@ -307,7 +310,7 @@ fn a_rank_that_never_calls_is_named_at_the_deadline() {
                 &[what, "waiting for the counts of", "deadline of 2s"],
             );
         }
-        done.wait();
+        meet(endpoint);
     });
 }
 
@@ -327,20 +330,19 @@ fn a_rank_that_has_left_is_named() {
 #[test]
 fn with_masking_a_rank_that_never_calls_is_left_out_at_the_deadline() {
     let case = Case::new(4);
-    let (all, ready) = (Barrier::new(4), Barrier::new(3));
     job(4, |endpoint| {
         let mut options = options(&case);
         options.masking = true;
         options.timeout = SHORT;
         let group = group(endpoint, options);
+        meet(endpoint);
         if group.rank() != 2 {
-            ready.wait();
             for step in 0..3 {
                 whole(&group, &case, step, |_| vec![2]).unwrap();
                 assert_eq!(group.masked(), [false, false, true, false]);
             }
         }
-        all.wait();
+        meet(endpoint);
     });
 }
 
@@ -373,7 +375,6 @@ fn with_masking_a_rank_that_leaves_in_the_middle_is_left_out() {
 #[test]
 fn a_rank_that_was_masked_by_hand_can_come_back() {
     let case = Case::new(4);
-    let step_is_done = Barrier::new(4);
     job(4, |endpoint| {
         let group = group(endpoint, options(&case));
         let rank = group.rank();
@@ -385,7 +386,7 @@ fn a_rank_that_was_masked_by_hand_can_come_back() {
         whole(&group, &case, 0, |_| vec![]).unwrap();
         for round in 0..3 {
             for masked in [true, false] {
-                step_is_done.wait();
+                meet(endpoint);
                 for &other in &others {
                     group.set_masked(other, masked).unwrap();
                 }
@@ -401,7 +402,6 @@ fn a_rank_that_was_masked_by_hand_can_come_back() {
 #[test]
 fn a_rank_that_comes_back_in_the_middle_of_a_pass_is_missing_in_its_sum() {
     let case = Case::new(4);
-    let all = Barrier::new(4);
     job(4, |endpoint| {
         let group = group(endpoint, options(&case));
         let rank = group.rank();
@@ -410,7 +410,7 @@ fn a_rank_that_comes_back_in_the_middle_of_a_pass_is_missing_in_its_sum() {
             _ => &[1],
         };
         let mask = |masked| {
-            all.wait();
+            meet(endpoint);
             for &other in others {
                 group.set_masked(other, masked).unwrap();
             }
@@ -549,42 +549,54 @@ fn what_a_group_allocates_is_what_tokens_need() {
 
 /// Says which rank a process is; no other process has it.
 const RANK: &str = "CROSSWEFT_TEST_RANK";
+/// Says what a process does differently, as a number.
+const VARIANT: &str = "CROSSWEFT_TEST_VARIANT";
 
-/// Processes that run a test of this program, one for each rank; `lost` must fail, the others pass.
-fn processes(name: &str, ranks: u32, lost: u32) {
+/// Processes that run a test of this program, one for each rank, of which `lost` must fail and the others pass.
+/// It is given to `meanwhile`, as soon as all have met.
+fn processes(name: &str, (ranks, lost): (u32, u32), variant: u64, meanwhile: impl Fn(&mut Child)) {
     let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
     let start = |rank: u32| -> (Child, ChildStdin) {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([name, "--exact", "--nocapture", "--test-threads=1"])
             .env(RANK, rank.to_string())
+            .env(VARIANT, variant.to_string())
             .stdin(Stdio::piped())
+            .stdout(if rank == lost {
+                Stdio::piped()
+            } else {
+                Stdio::inherit()
+            })
             .spawn()
             .unwrap();
         let mut stdin = child.stdin.take().unwrap();
-        use std::io::Write;
         writeln!(stdin, "{}", rendezvous.unique_id()).unwrap();
         (child, stdin)
     };
-    let all: Vec<_> = (0..ranks).map(start).collect();
+    let mut all: Vec<_> = (0..ranks).map(start).collect();
     rendezvous.wait().unwrap();
+    meanwhile(&mut all[lost as usize].0);
     for (rank, (mut child, _stdin)) in (0..).zip(all) {
         let passed = child.wait().unwrap().success();
         assert_eq!(passed, rank != lost, "rank {rank}");
     }
 }
 
-/// The endpoint of a process that [`processes`] has started; `None` in the one that starts them.
-fn endpoint(ranks: u32) -> Option<Arc<Endpoint>> {
-    let rank = std::env::var(RANK).ok()?.parse().unwrap();
+/// The endpoint of a process that [`processes`] has started, and its variant; `None` in the one that starts them.
+fn endpoint(ranks: u32) -> Option<(Arc<Endpoint>, u64)> {
+    let number = |name| std::env::var(name).ok()?.parse().ok();
+    let (rank, variant): (u64, u64) = (number(RANK)?, number(VARIANT)?);
     let id = std::io::stdin().lock().lines().next().unwrap().unwrap();
-    let job = Job::join(&id.parse().unwrap(), rank, ranks, &JoinOptions::default()).unwrap();
-    Some(Endpoint::new(Arc::new(job), soon()).unwrap())
+    let (id, rank) = (id.parse().unwrap(), rank as u32);
+    let job = Job::join(&id, rank, ranks, &JoinOptions::default()).unwrap();
+    Some((Endpoint::new(Arc::new(job), soon()).unwrap(), variant))
 }
 
 #[test]
 fn a_process_that_dies_in_a_dispatch_is_named() {
-    let Some(endpoint) = endpoint(3) else {
-        return processes("a_process_that_dies_in_a_dispatch_is_named", 3, 1);
+    let Some((endpoint, _)) = endpoint(3) else {
+        let name = "a_process_that_dies_in_a_dispatch_is_named";
+        return processes(name, (3, 1), 0, |_| {});
     };
     let case = Case::new(3);
     let group = group(&endpoint, options(&case));
@@ -607,8 +619,9 @@ fn a_process_that_dies_in_a_dispatch_is_named() {
 
 #[test]
 fn with_masking_the_others_go_on_when_a_process_dies() {
-    let Some(endpoint) = endpoint(4) else {
-        return processes("with_masking_the_others_go_on_when_a_process_dies", 4, 2);
+    let Some((endpoint, _)) = endpoint(4) else {
+        let name = "with_masking_the_others_go_on_when_a_process_dies";
+        return processes(name, (4, 2), 0, |_| {});
     };
     let case = Case::new(4);
     let mut options = options(&case);
@@ -627,4 +640,65 @@ fn with_masking_the_others_go_on_when_a_process_dies() {
         whole(&group, &case, step, |_| vec![2]).unwrap();
     }
     assert_eq!(group.masked(), [false, false, true, false]);
+}
+
+#[test]
+fn a_process_that_is_killed_at_any_moment_is_left_out_or_named() {
+    const RANKS: u32 = 3;
+    let Some((endpoint, variant)) = endpoint(RANKS) else {
+        for variant in 0..6 {
+            let name = "a_process_that_is_killed_at_any_moment_is_left_out_or_named";
+            processes(name, (RANKS, 1), variant, |child| {
+                // It says when it has begun.
+                let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+                let begun = lines
+                    .map_while(Result::ok)
+                    .any(|line| line.contains("begun"));
+                assert!(begun);
+                std::thread::sleep(Duration::from_micros(700 * variant));
+                child.kill().unwrap();
+            });
+        }
+        return;
+    };
+    // Tokens that take a while to send, in several thread blocks.
+    let case = Case {
+        hidden: 2048,
+        max_tokens: 30,
+        seed: variant,
+        ..Case::new(RANKS)
+    };
+    let mut options = options(&case);
+    options.masking = variant % 2 == 0;
+    options.blocks = 1 + (variant % 3) as u32;
+    let group = group(&endpoint, options);
+    let masked = |group: &Group| {
+        let masked = (0..).zip(group.masked());
+        masked.filter(|&(_, m)| m).map(|(rank, _)| rank).collect()
+    };
+    let mut left = 20;
+    for step in 0.. {
+        let done = whole(&group, &case, step, masked);
+        if group.rank() == 1 {
+            // Until it is killed.
+            done.unwrap();
+            if step == 3 {
+                println!("begun");
+            }
+            continue;
+        }
+        match done {
+            Ok(()) if !group.masked()[1] => {}
+            Ok(()) if left > 0 => {
+                assert!(group.options().masking);
+                left -= 1;
+            }
+            Ok(()) => break,
+            Err(error) => {
+                assert!(!group.options().masking, "{error}");
+                assert_words(&error, &["rank 1 died"]);
+                break;
+            }
+        }
+    }
 }

@@ -252,7 +252,9 @@ impl Delegate {
             calls: Vec::new(),
             count,
         };
-        let made = delegate.init(id);
+        // Others may wait for this rank inside of the library.
+        let abort = |error: &Error| endpoint.group().abort(&error.text);
+        let made = delegate.init(id).inspect_err(abort);
         endpoint.settle(made, what, deadline, Error::from)?;
         delegate.calls = vec![0; delegate.rules.0.len()];
         if rank == 0 {

@@ -188,11 +188,42 @@ impl Notes {
         self.windows.end(&self.endpoint);
         match elsewhere {
             None => Ok(()),
-            Some((rank, theirs)) => Err(Error::usage(format!(
+            // Whoever is told by others first may be stopped in a call that it would end, and hear less.
+            Some((rank, theirs)) => Err(Error::differs(format!(
                 "rank {rank} has its message at offset {} and its result at {} of the symmetric windows, this rank at {} \
                  and {}: give the same on every rank, or register without NCCL_WIN_COLL_SYMMETRIC",
                 theirs.0, theirs.1, offsets.0, offsets.1
             ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crossweft_collective::{CollectiveError, CommunicatorOptions, run_in_threads};
+
+    use super::*;
+
+    #[test]
+    fn offsets_that_differ_are_found_by_all_and_stop_nobody() {
+        let options = CommunicatorOptions {
+            timeout: Duration::from_secs(60),
+        };
+        let errors = run_in_threads(3, options, |communicator| {
+            let notes = Notes::new(communicator);
+            let run = || communicator.barrier();
+            let call = |offsets| notes.between_windows(64, offsets, run);
+            assert_eq!(call((8, 16)), Ok(()));
+            let odd = u64::from(communicator.rank() == 1) * 64;
+            let error = call((8, 16 + odd)).unwrap_err();
+            communicator.barrier()?;
+            Ok::<_, CollectiveError>((error.shared, error.text))
+        });
+        let errors = errors.unwrap();
+        for ((shared, text), other) in errors.iter().zip([1, 0, 1]) {
+            assert!(shared);
+            let words = format!("rank {other} has its message at offset 8 and its result at");
+            assert!(text.contains(&words), "{text}");
         }
     }
 }

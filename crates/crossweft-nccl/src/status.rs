@@ -115,6 +115,15 @@ impl Error {
         }
     }
 
+    /// Of a call that ranks have made differently, which all of them find out by themselves.
+    pub(crate) fn differs(text: impl Into<String>) -> Self {
+        let new = Self::usage(text);
+        Self {
+            shared: true,
+            ..new
+        }
+    }
+
     /// Of a call that this library does not offer; `instead` says what to do.
     pub(crate) fn unsupported(what: &str, instead: &str) -> Self {
         Self::usage(format!("{what} is not supported by crossweft; {instead}"))

@@ -48,6 +48,12 @@ fn rules_say_what_another_library_does() {
     }
     let refused = program.run_with("refused", &[(LIBRARY, other), (RULES, "reduce-scatter")]);
     refused.unwrap();
+    let one = [
+        (LIBRARY, other),
+        (RULES, "all-reduce"),
+        ("OTHER_NCCL_REFUSES", "1"),
+    ];
+    program.run_with("one_refused", &one).unwrap();
     program.run_with("differ", &[(LIBRARY, other)]).unwrap();
 }
 

@@ -31,6 +31,13 @@ fn tensor(object: &Bound<'_, PyAny>, what: &str, dtypes: &[DataType]) -> PyResul
     let Some(&first) = dtypes.first() else {
         return Ok(tensor);
     };
+    // All libraries have it, so integers are meant as numbers.
+    if first == DataType::F32 && tensor.dtype != DataType::U8 {
+        return Err(Exception::tensor(format!(
+            "the {what} has elements of {}, not f32",
+            tensor.dtype
+        )));
+    }
     // Bytes, and integers for what a library has no type for.
     Tensor::new(object, what, Some(first), None)
 }

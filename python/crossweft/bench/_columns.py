@@ -43,18 +43,20 @@ class Case:
 
     def inputs(self, device: torch.device, turn: int = 0) -> torch.Tensor:
         """This rank's tensor in some turn: whole numbers, whose sums are exact in every type."""
-        count = self.tokens * self.hidden
-        pattern = (torch.arange(count, device=device) + 3 * dist.get_rank() + turn) % 7
-        return pattern.to(self.dtype).view(self.shape)
+        pattern = (torch.arange(7, device=device) + 3 * dist.get_rank() + turn) % 7
+        return self._repeated(pattern, self.tokens * self.hidden).view(self.shape)
 
     def residual(self, device: torch.device) -> torch.Tensor:
         """What is added to the sum before it is normalised, the same on every rank."""
-        count = self.tokens * self.hidden
-        return ((torch.arange(count, device=device) % 5) - 2).to(self.dtype).view(self.shape)
+        pattern = torch.arange(5, device=device) - 2
+        return self._repeated(pattern, self.tokens * self.hidden).view(self.shape)
 
     def weight(self, device: torch.device) -> torch.Tensor:
         """What normalised tokens are multiplied by."""
-        return (1 + (torch.arange(self.hidden, device=device) % 3)).to(self.dtype)
+        return self._repeated(torch.arange(3, device=device) + 1, self.hidden)
+
+    def _repeated(self, pattern: torch.Tensor, count: int) -> torch.Tensor:
+        return pattern.to(self.dtype).repeat(-(-count // pattern.numel()))[:count].clone()
 
 
 @dataclass(frozen=True)
@@ -369,23 +371,39 @@ def make(machine: Machine, kinds: tuple[type[Column], ...] = COLUMNS) -> tuple[l
     return made, left_out
 
 
-def check(column: Column, case: Case, call: Call) -> bool:
-    """Whether results are right on every rank: as torch adds, and, if normalised, as in 32 bits. Collective."""
-    device = column.machine.device
+class Reference:
+    """What results of a case must be, for two turns: as torch adds, and normalised as in 32 bits. Made by all ranks."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._case = case
+        self.sums = [case.inputs(device, turn) for turn in range(2)]
+        for each in self.sums:
+            dist.all_reduce(each)
+        self._normalised: list[torch.Tensor] = []
+
+    def normalised(self, turn: int) -> torch.Tensor:
+        """In 32 bits."""
+        if not self._normalised:
+            case, device = self._case, self.sums[0].device
+            residual, weight = case.residual(device).float(), case.weight(device).float()
+            for each in self.sums:
+                total = each.float() + residual
+                self._normalised.append(torch.nn.functional.rms_norm(total, (case.hidden,), weight, EPSILON))
+        return self._normalised[turn]
+
+
+def check(column: Column, reference: Reference, call: Call) -> bool:
+    """Whether results are right on every rank. Collective."""
     right = True
-    for turn in range(2):
+    for turn, total in enumerate(reference.sums):
         call.refresh(turn)
         found = call.run()
-        expected = case.inputs(device, turn)
-        dist.all_reduce(expected)
         if not column.normalises:
-            right &= torch.equal(found, expected)
+            right &= torch.equal(found, total)
             continue
-        total = expected.float() + case.residual(device).float()
-        normalised = torch.nn.functional.rms_norm(total, (case.hidden,), case.weight(device).float(), EPSILON)
         # Two roundings to the type, each of half of its precision.
-        tolerance = 4 * torch.finfo(case.dtype).eps
-        right &= torch.allclose(found.float(), normalised, rtol=tolerance, atol=tolerance)
+        tolerance = 4 * torch.finfo(total.dtype).eps
+        right &= torch.allclose(found.float(), reference.normalised(turn), rtol=tolerance, atol=tolerance)
     verdict = torch.tensor(int(right))
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return bool(verdict.item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ def is_rank() -> bool:
 def start(module: str, arguments: Sequence[str], ranks: int, seconds: float) -> int:
     """Runs a module once for every rank, as torchrun would, and returns the first exit code that is not 0.
 
-    Ranks that are still there when another has failed, or after ``seconds``, are stopped.
+    Ranks that are still there when another has failed, after ``seconds``, or when this process is told to end, are
+    stopped. To be called in the main thread.
     """
     # Held here, so that its port is known to be free.
     store = dist.TCPStore(  # type: ignore[attr-defined,unused-ignore]
@@ -38,6 +40,7 @@ def start(module: str, arguments: Sequence[str], ranks: int, seconds: float) -> 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     command = [sys.executable, "-m", module, *arguments]
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     processes = [
         subprocess.Popen(command, env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
@@ -65,6 +68,7 @@ def start(module: str, arguments: Sequence[str], ranks: int, seconds: float) -> 
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def bind() -> None:

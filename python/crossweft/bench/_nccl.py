@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import os
 from pathlib import Path
 
@@ -99,7 +98,9 @@ def crossweft_library(given: str | None = None) -> str:
     beside = Path(__file__).parents[1] / name
     if beside.is_file():
         return str(beside)
-    found = ctypes.util.find_library("crossweft_nccl")
-    if found:
-        return found
-    raise NcclError(f"{name} was not found; give --nccl-library or {VARIABLE}")
+    # Not by find_library, which answers with the loader's name of what it finds: it is NCCL's, and NCCL may be loaded.
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        raise NcclError(f"{name} was not found; give --nccl-library or {VARIABLE}") from None
+    return name

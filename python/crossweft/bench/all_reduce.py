@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..torch import AllReduceCommunicator
 from . import _job
 from ._clock import Clock, times_of
-from ._columns import Call, Case, Column, Machine, check, make
+from ._columns import Call, Case, Column, Machine, Reference, check, make
 from ._tables import Results, Row, size
 
 MODULE = "crossweft.bench.all_reduce"
@@ -116,7 +116,8 @@ class _Run:
     def _row(self, label: str, case: Case, columns: list[Column]) -> Row:
         calls = {column: self._bind(column, case) for column in columns}
         bound = [column for column in columns if calls[column]]
-        wrong = [column.name for column in bound if not check(column, case, calls[column][0])]
+        reference = Reference(case, self._machine.device)
+        wrong = [column.name for column in bound if not check(column, reference, calls[column][0])]
         if wrong:
             self._say(f"{label}: correctness check FAIL: {', '.join(wrong)}")
         else:

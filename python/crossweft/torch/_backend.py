@@ -132,6 +132,7 @@ class CrossweftWork(c10d.Work):  # type: ignore[misc, unused-ignore]
         # An exception that Python sets is none to C++; what a callback raises is.
         told = done.then(lambda _: [tensor for call in self._calls for tensor in call.result()])
         left = len(self._calls)
+        asking = threading.get_ident()
         lock = threading.Lock()
 
         def one_more(_: object) -> None:
@@ -139,8 +140,14 @@ class CrossweftWork(c10d.Work):  # type: ignore[misc, unused-ignore]
             with lock:
                 left -= 1
                 is_last = left == 0
-            if is_last:
+            if not is_last:
+                return
+            if threading.get_ident() == asking:
                 done.set_result(None)
+                return
+            # Callbacks may wait for further calls, so the thread that makes calls must not run them. An interpreter
+            # that ends waits for this one: it must not be stopped inside of torch.
+            threading.Thread(target=done.set_result, args=(None,), name=f"{NAME} callbacks").start()
 
         for call in self._calls:
             call.add_done_callback(one_more)
@@ -256,13 +263,13 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
         for route in routes.values():
             route.end(reason)
 
-    # How it runs.
+    # How it runs: in inference mode, where tensors of inference mode may be written too, in whatever thread that is.
 
     def _start(self, lane: Lane, outputs: list[torch.Tensor], call: Callable[[], object]) -> CrossweftWork:
         """Makes a call in the background."""
 
         def run() -> list[torch.Tensor]:
-            with torch.no_grad():
+            with torch.inference_mode():
                 call()
             return outputs
 
@@ -280,7 +287,7 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
             return self._start(self._lane, outputs, call)
 
         def run() -> None:
-            with torch.no_grad():
+            with torch.inference_mode():
                 call()
 
         self._lane.run(run)

@@ -150,7 +150,7 @@ class AllReduceCommunicator:
             self._counts.refuse("all_reduce", reason)
         return reason is None
 
-    def _why_refused(self, tensor: torch.Tensor) -> str | None:
+    def _why_refused(self, tensor: torch.Tensor, bounded: bool = True) -> str | None:
         """Why no operation takes it. Reasons have no sizes of the tensor in them, so that there are only so many."""
         if self.disabled:
             return "the communicator is disabled"
@@ -160,13 +160,17 @@ class AllReduceCommunicator:
             return f"its layout is {tensor.layout}"
         if tensor.dtype not in DTYPES:
             return f"its elements are of {tensor.dtype}"
-        if tensor.nbytes > self._max_bytes:
+        if tensor.is_neg():
+            return "it is a negative view, whose memory has the opposite numbers; give tensor.resolve_neg()"
+        if bounded and tensor.nbytes > self._max_bytes:
             return f"it has more than max_bytes ({self._max_bytes}) bytes"
         return None
 
-    def _accept(self, operation: str, tensor: torch.Tensor, op: ReduceOp = "sum") -> tuple[_Op, Any]:
+    def _accept(
+        self, operation: str, tensor: torch.Tensor, op: ReduceOp = "sum", bounded: bool = True
+    ) -> tuple[_Op, Any]:
         """How to reduce, or raises why the tensor is refused."""
-        reason = self._why_refused(tensor)
+        reason = self._why_refused(tensor, bounded)
         reduction = reduce_op(op)
         if reason is None and reduction is not None:
             return reduction
@@ -175,11 +179,12 @@ class AllReduceCommunicator:
         raise TensorError(f"{operation} does not take the tensor: {reason}", rank=self._rank, op=operation)
 
     def _fits(self, operation: str, out: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> None:
-        if tuple(out.shape) == tuple(shape) and out.dtype == like.dtype and out.device == like.device:
+        same = tuple(out.shape) == tuple(shape) and out.dtype == like.dtype and out.device == like.device
+        if same and not out.is_neg():
             return
         raise TensorError(
             f"{operation}: out is {tuple(out.shape)} of {out.dtype} on {out.device}; it must be {tuple(shape)} of "
-            f"{like.dtype} on {like.device}",
+            f"{like.dtype} on {like.device}, and no negative view",
             rank=self._rank,
             op=operation,
         )
@@ -254,8 +259,9 @@ class AllReduceCommunicator:
         """Block ``r`` of the tensor goes to rank ``r``, block ``r`` of the result comes from there.
 
         Blocks are along the first dimension, all of one size, or of the sizes given: both or none, on host tensors.
+        Where sizes are given ``max_bytes`` does not hold: ranks' tensors may differ, and some would be refused alone.
         """
-        self._accept("all_to_all", tensor)
+        self._accept("all_to_all", tensor, bounded=input_splits is None and output_splits is None)
         if input_splits is None and output_splits is None:
             self._block("all_to_all", tensor)
             return self._move("all_to_all", tensor, tensor.shape, out)
@@ -347,6 +353,13 @@ class AllReduceCommunicator:
         ceil(hidden / 128))`` per group. Raises TensorError, UsageError.
         """
         self._accept("all_reduce_rms_norm", tensor)
+        if not tensor.dim() or weight.shape != tensor.shape[-1:]:
+            # As bytes, several tokens could pass for one.
+            raise TensorError(
+                f"all_reduce_rms_norm: weight is {tuple(weight.shape)}, the tensor {tuple(tensor.shape)}",
+                rank=self._rank,
+                op="all_reduce_rms_norm",
+            )
         result = torch.empty_like(tensor, requires_grad=False) if out is None else out
         self._fits("all_reduce_rms_norm", result, tensor.shape, tensor)
         self._count("all_reduce_rms_norm", tensor, direct=True, op="sum")

@@ -73,14 +73,14 @@ class Lane:
                     return
                 call, future = self._waiting.popleft()
                 self._busy = True
+            # Futures are told before the next call begins.
             try:
                 result = call()
             except BaseException as error:
-                self._done()
                 future.set_exception(error)
             else:
-                self._done()
                 future.set_result(result)
                 del result
             # What a thread refers to lives until its next call.
             del call, future
+            self._done()

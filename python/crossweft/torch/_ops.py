@@ -79,6 +79,9 @@ def _all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def _all_reduce_(tensor: torch.Tensor, op: str, group: str) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        # They would pass as if nothing had been done.
+        raise UsageError("all_reduce_ has no gradients; use all_reduce, or call it under torch.no_grad()")
     _named(group).all_reduce_(tensor, op)
 
 

@@ -157,7 +157,9 @@ class Route:
         if self._of_weights is None:
             group = self._exchange._weights
             self._of_weights = group.handle(self._sent_idx, layout=self._layout, alignment=self._alignment)
-            self._of_weights.dispatch(torch.zeros(len(self._topk_idx), group.hidden))
+            self._of_weights.dispatch(
+                self._topk_idx.new_zeros((len(self._topk_idx), group.hidden), dtype=torch.float32)
+            )
         width = self._exchange._weights.hidden
         if experts is not None:
             # In the place of the choice. What this rank has no expert for has no gradient from here.
@@ -166,7 +168,7 @@ class Route:
             sums: torch.Tensor = self._of_weights.combine(rows)
             return sums[:, : self._topk_idx.shape[1]]
         flat = gradients.reshape(-1)
-        rows = torch.zeros(len(flat), width)
+        rows = flat.new_zeros(len(flat), width)
         counts = self.counts()
         own_experts = self._exchange.local_experts()
         for expert, begin, count in zip(own_experts, counts.expert_offsets, counts.per_expert, strict=True):

@@ -3,6 +3,8 @@
 
 use std::io::Write;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// Says which rank a process is; no other process has it.
 pub(crate) const RANK: &str = "CROSSWEFT_TEST_RANK";
@@ -58,6 +60,24 @@ impl Drop for Ranks {
         for (child, _) in &mut self.0 {
             let _ = child.kill();
             let _ = child.wait();
+        }
+    }
+}
+
+/// What one rank has done, for another thread's rank that is to come after it, however long it takes.
+#[derive(Default)]
+pub(crate) struct Done(AtomicBool);
+
+impl Done {
+    pub(crate) fn set(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn wait(&self) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !self.0.load(Ordering::Acquire) {
+            assert!(Instant::now() < end, "the other rank has not come so far");
+            std::thread::sleep(Duration::from_millis(5));
         }
     }
 }

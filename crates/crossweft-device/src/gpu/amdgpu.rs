@@ -7,8 +7,9 @@
 
 use core::arch::amdgpu;
 use core::intrinsics::gpu::amdgpu_dispatch_ptr;
-use core::sync::atomic::{AtomicU64, Ordering, compiler_fence, fence};
+use core::sync::atomic::{Ordering, compiler_fence, fence};
 
+use crate::memory::atomics::{word, words_by_atomics};
 use crate::memory::{Memory, Raw};
 
 unsafe extern "unadjusted" {
@@ -18,72 +19,14 @@ unsafe extern "unadjusted" {
     fn waitcnt(counts: i32);
 }
 
-/// # Safety
-/// `addr` must be valid and 8-byte aligned for as long as the reference is used.
-unsafe fn word<'a>(addr: u64) -> &'a AtomicU64 {
-    // SAFETY: the caller's promise; every access to such words is atomic.
-    unsafe { AtomicU64::from_ptr(addr as *mut u64) }
-}
-
 impl Memory for Raw {
-    #[inline(always)]
-    unsafe fn load(&self, addr: u64) -> u64 {
-        // SAFETY: the caller's promise.
-        unsafe { word(addr) }.load(Ordering::Relaxed)
-    }
-
-    #[inline(always)]
-    unsafe fn load_acquire(&self, addr: u64) -> u64 {
-        // SAFETY: the caller's promise.
-        unsafe { word(addr) }.load(Ordering::Acquire)
-    }
-
-    #[inline(always)]
-    unsafe fn store(&self, addr: u64, value: u64) {
-        // SAFETY: the caller's promise.
-        unsafe { word(addr) }.store(value, Ordering::Relaxed);
-    }
-
-    #[inline(always)]
-    unsafe fn store_release(&self, addr: u64, value: u64) {
-        // SAFETY: the caller's promise.
-        unsafe { word(addr) }.store(value, Ordering::Release);
-    }
-
-    #[inline(always)]
-    unsafe fn add(&self, addr: u64, value: u64) {
-        // SAFETY: the caller's promise.
-        unsafe { word(addr) }.fetch_add(value, Ordering::Relaxed);
-    }
-
-    #[inline(always)]
-    unsafe fn add_release(&self, addr: u64, value: u64) {
-        // SAFETY: the caller's promise.
-        unsafe { word(addr) }.fetch_add(value, Ordering::Release);
-    }
-
-    #[inline(always)]
-    unsafe fn fetch_add(&self, addr: u64, value: u64) -> u64 {
-        // SAFETY: the caller's promise.
-        unsafe { word(addr) }.fetch_add(value, Ordering::AcqRel)
-    }
+    words_by_atomics!();
 
     /// Without a fence, as on NVIDIA.
     #[inline(always)]
     unsafe fn fetch_add_local(&self, addr: u64, value: u64) -> u64 {
         // SAFETY: the caller's promise.
         unsafe { word(addr) }.fetch_add(value, Ordering::Relaxed)
-    }
-
-    #[inline(always)]
-    unsafe fn raise(&self, addr: u64, value: u64) {
-        // SAFETY: the caller's promise.
-        unsafe { word(addr) }.fetch_max(value, Ordering::Relaxed);
-    }
-
-    #[inline(always)]
-    fn fence(&self) {
-        fence(Ordering::AcqRel);
     }
 
     #[inline(always)]

@@ -8,12 +8,13 @@
 //! so nothing depends on who was first. Rows of source `s` arrive in memory that only `s` writes:
 //!
 //! ```text
-//! memory of a rank:  credits  [ranks]               calls of this rank that each rank has read to the end
-//!     twice, for     packets  [ranks][HEAD + local experts]  what comes: value and epoch in one word
-//!     even and odd   flags    [ranks]               that weights, that rows have come
-//!     calls          weights  [ranks][max tokens][top-k]     weights that are given when combining
-//!                    rows     [ranks][max tokens]
-//! row:               elements, scales | u32 token, u32 0, i32 [top-k] local experts, f32 [top-k] weights
+//! memory of a rank:  u64 [ranks] credits: calls of this rank that each rank has read to the end, a line each
+//!                    [2] sources of even and odd calls:  [ranks] of
+//! source:            u64 [HEAD + most experts] packets: what comes, value and epoch in one word
+//!                    u64 [2] flags, a line: that rows, that weights have come
+//!                    f32 [max tokens][top-k] weights that are given when combining
+//!                    [max tokens] rows
+//! row:               elements, scales | u32 token, u32 unused, i32 [top-k] local experts, f32 [top-k] weights
 //! ```
 //!
 //! Calls (a dispatch, a combine) are numbered in order, the same on all ranks. Call `t` writes what is for `t & 1`,

@@ -49,6 +49,7 @@ pub fn rows(dtype: DataType) -> Option<HostRows> {
 
 #[cfg(test)]
 mod tests {
+    use crossweft_device::moe::rows::{Rows as _, Term};
     use crossweft_device::reduce::{Location, Reducer, Sources};
     use crossweft_device::{Stopped, Waiting};
 
@@ -162,5 +163,66 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn every_instruction_set_gives_the_same_weighted_sums() {
+        let supervisor = &Never;
+        let context = Context {
+            supervisor,
+            bell: None,
+            peers: &[],
+            spin: true,
+        };
+        // No multiple of a tile or a vector.
+        const ELEMENTS: usize = 2 * 1024 + 24;
+        let inputs: Vec<Vec<u64>> = (0..5_u64)
+            .map(|k| {
+                let mut x = k + 1;
+                let next = |_| {
+                    x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    // Finite in every type: the upper bits of exponents are not all set.
+                    x & 0xbfff_bfff_bfff_bfff
+                };
+                (0..ELEMENTS / 2).map(next).collect()
+            })
+            .collect();
+        let sum = |leaves: HostRows, count: usize, element: usize| {
+            let terms: Vec<Term> = inputs[..count]
+                .iter()
+                .zip([0.3, -1.5, 1.0, 7.25, 1e-3])
+                .map(|(input, weight)| Term {
+                    address: input.as_ptr() as u64,
+                    weight,
+                })
+                .collect();
+            let mut out = vec![0xff_u8; ELEMENTS * element];
+            let to = out.as_mut_ptr() as u64;
+            let mut grid = Grid::new(1, Schedule::RoundRobin).unwrap();
+            let launched = grid.launch(&context, &|block, _| {
+                // SAFETY: inputs and output have as many elements and are nobody else's.
+                unsafe { leaves.sum(block, to, &terms, ELEMENTS as u64) };
+                Ok(())
+            });
+            launched.unwrap();
+            out
+        };
+        for dtype in [DataType::F32, DataType::F16, DataType::Bf16] {
+            for count in 0..=inputs.len() {
+                let run = |set| {
+                    // SAFETY: no more than the machine has, below.
+                    let leaves = unsafe { HostRows::with_isa(dtype, set) };
+                    sum(leaves.unwrap(), count, dtype.size())
+                };
+                let expected = run(Isa::Baseline);
+                assert_eq!(expected.iter().all(|&byte| byte == 0), count == 0);
+                for set in [Isa::Avx2, Isa::Avx512] {
+                    if set <= isa() {
+                        assert!(run(set) == expected, "{dtype} {count} {}", set.name());
+                    }
+                }
+            }
+        }
+        assert!(rows(DataType::I8).is_none());
     }
 }

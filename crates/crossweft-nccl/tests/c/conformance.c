@@ -1308,7 +1308,9 @@ static void killed_main(struct rank* r) {
 
 static void killed(void) { in_processes(3, 1, killed_main); }
 
-/* Ranks that call different things, and notice. */
+/* Ranks that call different things, and notice. None aborts before all have: the abort could come first. */
+static pthread_barrier_t all_have_noticed;
+
 static void mismatch_main(struct rank* r) {
     ncclComm_t comm = join(r);
     static float in[3][8], out[3][8];
@@ -1316,6 +1318,7 @@ static void mismatch_main(struct rank* r) {
     ncclResult_t state;
     OK(ncclCommGetAsyncError(comm, &state));
     CHECK(state != ncclSuccess);
+    pthread_barrier_wait(&all_have_noticed);
     OK(ncclCommAbort(comm));
 }
 
@@ -1933,7 +1936,10 @@ static void prepares(void) { in_threads(2, prepares_main); }
 static void window_or_not(void) { in_threads(2, window_or_not_main); }
 static void offsets(void) { in_threads(2, offsets_main); }
 static void offsets_processes(void) { in_processes(2, -1, offsets_main); }
-static void mismatch(void) { in_threads(3, mismatch_main); }
+static void mismatch(void) {
+    pthread_barrier_init(&all_have_noticed, NULL, 3);
+    in_threads(3, mismatch_main);
+}
 static void shrink(void) { in_threads(4, shrink_main); }
 static void shrink_processes(void) { in_processes(4, -1, shrink_main); }
 static void grow(void) { in_threads(4, grow_main); }

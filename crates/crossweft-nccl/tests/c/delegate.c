@@ -101,6 +101,18 @@ static void declined(void) {
     in_threads(2, declined_main);
 }
 
+/* The other library takes one rank and not the other. */
+static void one_refused_main(struct rank* r) {
+    ncclComm_t comm;
+    double start = now();
+    SAYS(r->rank == 1 ? ncclInvalidArgument : ncclRemoteError, "no such device",
+        ncclCommInitRank(&comm, r->ranks, r->id, r->rank));
+    /* Ranks wait for 600 s otherwise. */
+    CHECK(comm == NULL && now() - start < 100);
+}
+
+static void one_refused(void) { in_threads(2, one_refused_main); }
+
 /* Ranks with other rules. */
 static void differ_main(struct rank* r) {
     ncclComm_t comm;
@@ -116,6 +128,7 @@ int main(int argc, char** argv) {
     if (!strcmp(argv[1], "sizes")) sizes();
     else if (!strcmp(argv[1], "refused")) refused();
     else if (!strcmp(argv[1], "declined")) declined();
+    else if (!strcmp(argv[1], "one_refused")) one_refused();
     else if (!strcmp(argv[1], "differ")) differ();
     else return 2;
     return 0;

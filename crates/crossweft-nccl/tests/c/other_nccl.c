@@ -3,6 +3,7 @@
 #include <crossweft/nccl.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 struct ncclComm {
@@ -44,8 +45,11 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int count, ncclUniqueId id
     if (memcmp(&id, &expected, sizeof id) || count != 2 || rank < 0 || rank > 1) return refuse("wrong id or ranks");
     if (config->magic != NCCL_API_MAGIC || config->blocking != 0) return refuse("wrong configuration");
     if (strcmp(config->commName, "delegated by crossweft")) return refuse("wrong name");
+    const char* refused = getenv("OTHER_NCCL_REFUSES");
+    if (refused && atoi(refused) == rank) return refuse("no such device");
     *comm = &comms[made++ % 64];
-    **comm = (struct ncclComm){rank, 3};
+    /* The others wait for one that is refused. */
+    **comm = (struct ncclComm){rank, refused ? 1 << 30 : 3};
     return ncclInProgress;
 }
 

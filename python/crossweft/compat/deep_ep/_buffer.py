@@ -285,7 +285,7 @@ class Buffer:
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Writes 1 for each rank that is left out, 0 for others, to ``[R]`` of i32."""
-        masked = torch.tensor(self._shrinks().masked, dtype=torch.int32)
+        masked = torch.tensor(self._shrinks().masked, dtype=torch.int32, device="cpu")
         if mask_status.shape != masked.shape or mask_status.dtype != torch.int32:
             raise UsageError(f"mask_status must be [{len(masked)}] of torch.int32")
         mask_status.copy_(masked)

@@ -62,10 +62,15 @@ class Groups:
         return found
 
     def at_least(self, shape: Shape) -> moe.Group:
-        """One for as many tokens, or more."""
-        rooms = [found for found in self._groups if found._replace(max_tokens=0) == shape._replace(max_tokens=0)]
-        fits = [found for found in rooms if found.max_tokens >= shape.max_tokens]
-        return self.of(min(fits)) if fits else self.of(shape)
+        """One for as many tokens, or more. It takes the place of smaller ones, which last as long as their handles."""
+        alike = [found for found in self._groups if found._replace(max_tokens=0) == shape._replace(max_tokens=0)]
+        for found in alike:
+            if found.max_tokens >= shape.max_tokens:
+                return self._groups[found]
+        made = self.of(shape)
+        for found in alike:
+            del self._groups[found]
+        return made
 
     @property
     def masked(self) -> list[bool]:

@@ -58,8 +58,8 @@ class LowLatency:
             raise TensorError(f"cumulative_local_expert_recv_stats must be [{own}] of torch.int32")
         call = group.handle(index, layout="expert_major")
         out = call.empty(like=x, scales=quantise)
-        counts = torch.zeros(own, dtype=torch.int32)
-        ranges = torch.zeros(own, ranks, dtype=torch.int64)
+        counts = index.new_zeros(own, dtype=torch.int32)
+        ranges = index.new_zeros((own, ranks), dtype=torch.int64)
         handle = Handle.of(call, index, (out.sources, ranges, most, group.hidden, group.experts))
         # One column after the other, which is how the matrix products of DeepEP's users read them.
         columns = None if out.scales is None else torch.empty_like(out.scales.transpose(1, 2).contiguous())
@@ -68,7 +68,7 @@ class LowLatency:
         def complete() -> None:
             call.dispatch_complete(out)
             found = call.counts()
-            counts.copy_(torch.tensor(found.per_expert, dtype=torch.int32))
+            counts.copy_(counts.new_tensor(found.per_expert))
             for expert in range(own):
                 for source in range(ranks):
                     begin, end = found.bounds(expert, source)
@@ -101,7 +101,7 @@ class LowLatency:
                 raise UsageError("zero_copy takes what get_next_low_latency_combine_buffer(handle) returns; call it")
             x = handle.made
         if out is None:
-            out = torch.empty(len(topk_idx), handle.call.group.hidden, dtype=torch.bfloat16)
+            out = topk_idx.new_empty((len(topk_idx), handle.call.group.hidden), dtype=torch.bfloat16)
         call, sums = handle.call, out
         call.combine_send(x.detach().contiguous(), weights=topk_weights.detach().contiguous())
 
@@ -113,9 +113,9 @@ class LowLatency:
 
     def step(self, group: moe.Group) -> None:
         """A call without tokens: all ranks are there when it returns, or left out."""
-        nothing = torch.empty(0, 1, dtype=torch.int64)
+        nothing = torch.empty(0, 1, dtype=torch.int64, device="cpu")
         call = group.handle(nothing, layout="flat")
-        rows = call.dispatch(torch.empty(0, group.hidden, dtype=torch.bfloat16))
+        rows = call.dispatch(nothing.new_empty((0, group.hidden), dtype=torch.bfloat16))
         call.combine(rows.tokens)
         self.groups.share_masks()
 
@@ -125,7 +125,7 @@ class LowLatency:
         if known.made is None:
             group = known.call.group
             shape = (len(group.local_experts()), group.world_size * group.max_tokens, group.hidden)
-            known.made = torch.empty(shape, dtype=torch.bfloat16)
+            known.made = known.topk_idx.new_empty(shape, dtype=torch.bfloat16)
         return known.made
 
 

@@ -47,7 +47,7 @@ class Handle(tuple[torch.Tensor, ...]):
 def first_experts(experts: int, ranks: int) -> torch.Tensor:
     """The first expert of every rank: ranks have equally many, the first ones one more where that does not go."""
     each, more = divmod(experts, ranks)
-    rank = torch.arange(ranks)
+    rank = torch.arange(ranks, device="cpu")
     return rank * each + rank.clamp(max=more)
 
 
@@ -64,7 +64,7 @@ def layout(topk_idx: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Tens
     per_expert = torch.bincount(chosen, minlength=experts).to(torch.int32)
     # -1 is before the first expert of rank 0. Ranks without experts come last.
     owner = torch.bucketize(index, first_experts(experts, ranks), right=True) - 1
-    in_rank = (owner.unsqueeze(-1) == torch.arange(ranks)).any(1)
+    in_rank = (owner.unsqueeze(-1) == torch.arange(ranks, device="cpu")).any(1)
     return in_rank.sum(0, dtype=torch.int32), per_expert, in_rank
 
 
@@ -124,7 +124,7 @@ class Normal:
         tensors = (
             to_ranks.cumsum(0, dtype=torch.int32),
             to_ranks[job.rank].unsqueeze(1).contiguous(),
-            torch.zeros(job.world_size, 1, dtype=torch.int32),
+            to_ranks.new_zeros(job.world_size, 1),
             received.sources,
             in_rank,
             torch.where(in_rank, slots, -1),
@@ -158,16 +158,16 @@ class Normal:
         if way.of_weights is None:
             group = way.group
             shape = Shape(group.experts, group.max_tokens, _WEIGHTS, "f32")
-            way.of_weights = self._groups.of(shape).handle(way.experts, layout="flat")
-            way.of_weights.dispatch(torch.zeros(len(way.experts), _WEIGHTS))
+            way.of_weights = self._groups.at_least(shape).handle(way.experts, layout="flat")
+            way.of_weights.dispatch(torch.zeros(len(way.experts), _WEIGHTS, dtype=torch.float32, device="cpu"))
         rows = torch.nn.functional.pad(weights.detach(), (0, _WEIGHTS - top_k))
         sums: torch.Tensor = way.of_weights.combine(rows)
         return sums[:, :top_k].contiguous()
 
     def _everybody(self, tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor) -> torch.Tensor:
         """Of each rank: how many tokens it has, and has for each rank and expert."""
-        own = torch.cat([torch.tensor([tokens], dtype=torch.int32), per_rank.int(), per_expert.int()])
-        out = torch.empty(self._communicator.world_size, own.numel(), dtype=torch.int32)
+        own = torch.cat([per_rank.new_tensor([tokens], dtype=torch.int32), per_rank.int(), per_expert.int()])
+        out = own.new_empty(self._communicator.world_size, own.numel())
         self._communicator.all_gather(own, out)
         return out
 
@@ -183,8 +183,8 @@ class Normal:
             tokens=x.new_empty(max(room, rows), x.shape[1]),
             scales=None if dense is None else dense.new_empty(max(room, rows), dense.shape[1]),
             experts=ids.new_full((max(room, rows), ids.shape[1]), -1),
-            weights=torch.zeros(max(room, rows), ids.shape[1]),
-            sources=torch.full((max(room, rows),), -1, dtype=torch.int32),
+            weights=x.new_zeros((max(room, rows), ids.shape[1]), dtype=torch.float32),
+            sources=x.new_full((max(room, rows),), -1, dtype=torch.int32),
         )
         # Even if there are too many, or the other ranks would wait for this one.
         handle.dispatch_complete(out)

@@ -196,8 +196,13 @@ impl Batch {
         sources.map(|s| self.tokens_for(s, is).len()).sum()
     }
 
-    /// Checks what has arrived on `rank`, and lets its experts compute: what is wrong, and the rows to combine.
-    pub(crate) fn arrived(&self, rank: u32, layout: Layout, got: &Arrived<'_>) -> (Wrong, Vec<u8>) {
+    /// Checks what has arrived on `rank`, and lets its experts compute: what is wrong, and what they made.
+    pub(crate) fn arrived(
+        &self,
+        rank: u32,
+        layout: Layout,
+        got: &Arrived<'_>,
+    ) -> (Wrong, Computed) {
         let shape = &self.shape;
         let own = shape.first_expert(rank)..shape.first_expert(rank + 1);
         let tokens = shape.ranks as usize * self.room();
@@ -247,7 +252,7 @@ impl Batch {
         made.wrong.unless(found == rows as u64, || {
             format!("{found} rows instead of {rows}")
         });
-        (made.wrong, made.rows)
+        (made.wrong, made.computed)
     }
 
     /// Checks what came back to `rank`.
@@ -450,12 +455,20 @@ impl Arrived<'_> {
     }
 }
 
-/// What experts have made of the rows checked so far.
+/// What experts have made, as it was laid out.
+#[derive(Debug, Default)]
+pub(crate) struct Computed {
+    pub(crate) rows: Vec<u8>,
+    /// Which rows there are: elsewhere are gaps, whose memory nobody touches.
+    pub(crate) used: Vec<usize>,
+}
+
+/// The same of the rows checked so far.
 struct Made<'a> {
     batch: &'a Batch,
     rank: u32,
     got: &'a Arrived<'a>,
-    rows: Vec<u8>,
+    computed: Computed,
     wrong: Wrong,
 }
 
@@ -466,7 +479,10 @@ impl<'a> Made<'a> {
             batch,
             rank,
             got,
-            rows: vec![0; rows * batch.shape.row_bytes()],
+            computed: Computed {
+                rows: vec![0; rows * batch.shape.row_bytes()],
+                used: Vec::new(),
+            },
             wrong: Wrong::default(),
         }
     }
@@ -475,7 +491,7 @@ impl<'a> Made<'a> {
     fn row(&mut self, row: usize, (source, token): (u32, usize), is: impl Fn(u32) -> bool) {
         let (shape, got) = (&self.batch.shape, self.got);
         let place = row * shape.row_bytes()..(row + 1) * shape.row_bytes();
-        if got.sources.get(row) != Some(&(token as i32)) || self.rows.len() < place.end {
+        if got.sources.get(row) != Some(&(token as i32)) || self.computed.rows.len() < place.end {
             self.wrong
                 .add(|| format!("row {row} is not token {token} of rank {source}"));
             return;
@@ -529,7 +545,8 @@ impl<'a> Made<'a> {
         let made: Vec<f32> = x.into_iter().map(|x| x * all).collect();
         let mut bytes = Vec::with_capacity(place.len());
         shape.encode(&made, &mut bytes);
-        self.rows[place].copy_from_slice(&bytes);
+        self.computed.rows[place].copy_from_slice(&bytes);
+        self.computed.used.push(row);
     }
 }
 

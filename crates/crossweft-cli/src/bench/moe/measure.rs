@@ -20,7 +20,7 @@ use indicatif::ProgressBar;
 
 use super::super::measure::gather;
 use super::super::printer::progress;
-use super::batch::{Arrived, Batch, Recorded, Route, Shape, Wrong};
+use super::batch::{Arrived, Batch, Computed, Recorded, Route, Shape, Wrong};
 use super::options::{Moe, Name, Phase, Routing as Where, Travel};
 use super::report::{Header, Report, Row, rate, summary};
 use crate::{Format, complain, print_line};
@@ -205,8 +205,8 @@ struct Pass<'a> {
     experts: Vec<i32>,
     weights: Vec<f32>,
     sources: Vec<i32>,
-    /// What the experts made, to combine.
-    made: Vec<u8>,
+    /// To combine.
+    made: Computed,
     combined: Vec<u8>,
 }
 
@@ -245,12 +245,13 @@ impl<'a> Pass<'a> {
             shape: room,
             travel: options.travel,
             sent: batch.sent(rank),
-            tokens: dirty(0xa5, room.token_bytes()),
-            scales: dirty(0xa5, room.scale_bytes()),
+            // Zeros, which are no right tokens: gaps then take no memory.
+            tokens: dirty(0, room.token_bytes()),
+            scales: dirty(0, room.scale_bytes()),
             experts: dirty(-7, room.experts()),
             weights: dirty(f32::NAN, room.weights()),
             sources: dirty(-7, room.rows),
-            made: Vec::new(),
+            made: Computed::default(),
             combined: dirty(0xa5, combined as u64),
         })
     }
@@ -276,13 +277,18 @@ impl<'a> Pass<'a> {
         Ok(wrong)
     }
 
-    /// Writes the tokens anew, as the layer before would, and what is combined.
+    /// Writes the tokens anew, as the layer before would, and the rows that experts made.
     fn renew(&mut self) {
         // The same values: what is measured is who has the cache lines.
-        for bytes in [&mut self.sent, &mut self.made] {
+        let renew = |bytes: &mut [u8]| {
             bytes.iter_mut().step_by(64).for_each(|byte| {
                 *byte = std::hint::black_box(*byte);
             });
+        };
+        renew(&mut self.sent);
+        let each = self.batch.shape.row_bytes();
+        for row in &self.made.used {
+            renew(&mut self.made.rows[row * each..][..each]);
         }
     }
 
@@ -313,7 +319,8 @@ impl<'a> Pass<'a> {
             // What is for several experts was summed, with weights, by these.
             false => Weights::One,
         };
-        self.handle.combine(&self.made, weights, &mut self.combined)
+        self.handle
+            .combine(&self.made.rows, weights, &mut self.combined)
     }
 }
 

@@ -288,8 +288,9 @@ impl Moe {
 
     /// Experts of each token.
     pub(crate) fn top_k(&self, recorded: Option<&Recorded>) -> u32 {
-        let otherwise = recorded.map_or(8, Recorded::top_k);
-        self.top_k.unwrap_or(otherwise).min(self.experts)
+        let recorded = recorded.map(Recorded::top_k);
+        let given = self.top_k.or(recorded);
+        given.unwrap_or_else(|| self.experts.min(8))
     }
 
     /// Timed calls that move so many bytes on a rank.
@@ -306,7 +307,25 @@ impl Moe {
 
 #[cfg(test)]
 mod tests {
+    use clap::FromArgMatches;
+
     use super::*;
+
+    #[test]
+    fn recorded_tokens_keep_their_number_of_experts() {
+        let top_k = |arguments: &str, recorded: Option<&str>| {
+            let command = Moe::augment_args(clap::Command::new("moe").no_binary_name(true));
+            let matches = command.try_get_matches_from(arguments.split_whitespace());
+            let options = Moe::from_arg_matches(&matches.unwrap()).unwrap();
+            let recorded = recorded.map(|text| Recorded::parse(text, options.experts).unwrap());
+            options.top_k(recorded.as_ref())
+        };
+        assert_eq!(top_k("", None), 8);
+        assert_eq!(top_k("--experts 5", None), 5);
+        assert_eq!(top_k("--experts 5 --top-k 3", None), 3);
+        assert_eq!(top_k("--experts 5", Some("4 0 -1")), 3);
+        assert_eq!(top_k("--experts 1", Some("0 -1")), 2);
+    }
 
     #[test]
     fn tokens_are_a_list_or_a_range() {
