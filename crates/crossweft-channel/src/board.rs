@@ -95,6 +95,12 @@ impl Board {
         names.len() as u32 - 1
     }
 
+    /// Whether plan `number` has its line with another: what is noted there may be the other's.
+    pub(crate) fn is_shared(&self, number: u32) -> bool {
+        let names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        number < FIRST_OWN && (number >= LINES || ((number + LINES) as usize) < names.len())
+    }
+
     /// What plan `number` is.
     fn name(&self, number: u32) -> String {
         let names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
@@ -145,12 +151,14 @@ impl Board {
     /// The call of plan `number` on the board at `offset` of `memory`.
     pub(crate) fn call(memory: &SharedMemory, offset: u64, number: u32) -> Call {
         let line = line(memory, offset, number);
-        let calls = line.load(CALLS);
+        let (calls, bytes) = (line.load(CALLS), line.load(BYTES));
+        // The rank may be on its way to its next call, whose size is noted first.
+        let is_same = line.load(CALLS) == calls;
         Call {
             plan: number,
             begun: calls >> 1,
-            running: calls & 1 == 1,
-            bytes: line.load(BYTES),
+            running: calls & 1 == 1 && is_same,
+            bytes,
         }
     }
 
@@ -216,6 +224,20 @@ mod tests {
         assert_eq!(board.others(&memory, 64, 5).next(), None);
         assert_eq!(board.name(66), "p66");
         assert_eq!(board.name(99), "plan 99");
+    }
+
+    #[test]
+    fn lines_of_two_plans_are_known_to_be() {
+        let board = Board::new();
+        let own = board.own_number(String::new());
+        for _ in 0..LINES {
+            board.number(String::new());
+        }
+        assert!((0..LINES).all(|plan| !board.is_shared(plan)));
+        // The next one has the first one's.
+        let next = board.number(String::new());
+        assert!(board.is_shared(0) && board.is_shared(next));
+        assert!(!board.is_shared(1) && !board.is_shared(own));
     }
 
     #[test]

@@ -246,6 +246,11 @@ impl Endpoint {
         }
     }
 
+    /// Whether plan `number` shares its line of the board with another.
+    pub(crate) fn is_line_shared(&self, number: u32) -> bool {
+        self.board.is_shared(number)
+    }
+
     /// What a rank does that is in `call`, in words.
     pub(crate) fn describe_call(&self, call: Call) -> String {
         self.board.describe(call)

@@ -221,6 +221,9 @@ impl<'a> Guard<'a> {
     /// All ranks take part in a call, so it need not be the one that is waited for.
     fn other_size(&self, waiting: &Waiting) -> Option<(u32, u64, u64)> {
         let number = self.call?.number();
+        if self.endpoint.is_line_shared(number) {
+            return None;
+        }
         let ours = self.endpoint.call(self.endpoint.rank(), number)?;
         let peer = waiting.site.peer;
         std::iter::once(peer)
@@ -306,7 +309,11 @@ impl<'a> Guard<'a> {
     fn crossing(&self, rank: u32) -> Option<Call> {
         let own = self.endpoint.rank();
         let call = self.call.filter(|_| rank != own)?;
-        let begun = |rank, plan| self.endpoint.call(rank, plan).map(|call| call.begun);
+        // What is noted in a line of two plans may be of the other.
+        let begun = |rank, plan| {
+            let noted = self.endpoint.call(rank, plan)?;
+            (!self.endpoint.is_line_shared(plan)).then_some(noted.begun)
+        };
         if begun(rank, call.number())? >= call.begun() {
             return None;
         }

@@ -598,8 +598,16 @@ mod host {
     /// All three must be valid for `n` elements; `dst` may equal `a` or `b`, no other overlap.
     #[inline(always)]
     unsafe fn pair<E: Element, C: Combine>(dst: u64, a: u64, b: u64, n: usize, divisor: u32) {
+        let sum = |x: E, y: E| C::combine::<E>(x.load(), y.load());
+        // SAFETY: the caller's promise.
+        let mut i = unsafe {
+            match (dst == a || dst == b, divisor) {
+                (false, _) => 0,
+                (true, 0) => in_place(dst, a, b, n, |x, y| E::store(sum(x, y))),
+                (true, _) => in_place(dst, a, b, n, |x, y| E::store(E::div(sum(x, y), divisor))),
+            }
+        };
         let (dst, a, b) = (dst as *mut E, a as *const E, b as *const E);
-        let mut i = 0;
         if divisor == 0 {
             while i < n {
                 // SAFETY: the caller's promise.
@@ -621,5 +629,38 @@ mod host {
             }
             i += 1;
         }
+    }
+
+    /// Elements that are read before any of them is written.
+    const AT_ONCE: usize = 64;
+
+    /// All but the last elements of a [`pair`] whose destination is a source; returns how many those are. The compiler
+    /// looks at run time whether memories overlap, and would do one element at a time.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn in_place<E: Element>(
+        dst: u64,
+        a: u64,
+        b: u64,
+        n: usize,
+        f: impl Fn(E, E) -> E,
+    ) -> usize {
+        let (dst, a, b) = (dst as *mut E, a as *const E, b as *const E);
+        let mut i = 0;
+        while n - i >= AT_ONCE {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let mut x = a.add(i).cast::<[E; AT_ONCE]>().read_unaligned();
+                let y = b.add(i).cast::<[E; AT_ONCE]>().read_unaligned();
+                for (x, y) in x.iter_mut().zip(y) {
+                    *x = f(*x, y);
+                }
+                dst.add(i).cast::<[E; AT_ONCE]>().write_unaligned(x);
+            }
+            i += AT_ONCE;
+        }
+        i
     }
 }
