@@ -14,7 +14,7 @@ use crossweft_collective::{
 };
 use crossweft_plan::cost::{Topology, predict};
 
-use common::{Program, checked, library};
+use common::{NCCL, Program, checked, library};
 
 /// Cases in which ranks wait for seconds and do nothing else.
 const PATIENT: [&str; 6] = [
@@ -138,7 +138,7 @@ const SYMBOLS: &str = include_str!("symbols.txt");
 
 #[test]
 fn every_symbol_is_there_twice_and_nothing_else() {
-    let library = library();
+    let library = library(NCCL.0);
     let nm = checked(
         Command::new("nm")
             .args(["-D", "--defined-only"])

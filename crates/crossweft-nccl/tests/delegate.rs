@@ -6,7 +6,7 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Program, checked, library};
+use common::{NCCL, Program, checked, library};
 
 const RULES: &str = "CROSSWEFT_NCCL_DELEGATE";
 const LIBRARY: &str = "CROSSWEFT_NCCL_LIB";
@@ -64,7 +64,7 @@ fn what_cannot_be_delegated_is_declined() {
     let other = other(folder.path());
     let other = other.to_str().unwrap();
     let link = folder.path().join("libnccl.so.2");
-    std::os::unix::fs::symlink(library(), &link).unwrap();
+    std::os::unix::fs::symlink(library(NCCL.0), &link).unwrap();
     let link = link.to_str().unwrap();
     for (variables, reason) in [
         (
@@ -108,7 +108,7 @@ fn a_copy_does_everything_as_it_should_be() {
     let program = Program::compile("conformance.c");
     let folder = tempfile::tempdir().unwrap();
     let copy = folder.path().join("libnccl.so.2");
-    std::fs::copy(library(), &copy).unwrap();
+    std::fs::copy(library(NCCL.0), &copy).unwrap();
     let rules = "all-reduce:1-,all-gather,reduce-scatter,all-to-all,broadcast,reduce,gather,scatter,send-recv";
     let variables = [(LIBRARY, copy.to_str().unwrap()), (RULES, rules)];
     for case in [

@@ -1,4 +1,4 @@
-//! Programs in C that tests compile and run.
+//! Programs in C that tests compile and run; those of `crossweft-ep` too.
 #![allow(dead_code, reason = "each test uses some of it")]
 
 use std::io::Read;
@@ -12,10 +12,13 @@ use tempfile::TempDir;
 /// The longest a case may take, on a machine that does other things as well.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// The library that this test was built with, beside it.
-pub(crate) fn library() -> PathBuf {
+/// The communicators' library, and the name that the loader asks for.
+pub(crate) const NCCL: (&str, &str) = ("libcrossweft_nccl.so", "libnccl.so.2");
+
+/// A library that this test was built with, beside it.
+pub(crate) fn library(name: &str) -> PathBuf {
     let own = std::env::current_exe().unwrap();
-    let library = own.with_file_name("libcrossweft_nccl.so");
+    let library = own.with_file_name(name);
     assert!(library.exists(), "{} is not there", library.display());
     library
 }
@@ -31,7 +34,7 @@ pub(crate) fn checked(command: &mut Command) -> Output {
     output
 }
 
-/// A C program, and the folder that it and the library lie in.
+/// A C program, and the folder that it and its libraries lie in.
 pub(crate) struct Program {
     folder: TempDir,
     path: PathBuf,
@@ -39,9 +42,15 @@ pub(crate) struct Program {
 
 impl Program {
     pub(crate) fn compile(source: &str) -> Self {
+        Self::linked(source, &[NCCL])
+    }
+
+    /// Compiles a program of the crate whose test this is, with these libraries, under the names that the loader asks for.
+    pub(crate) fn linked(source: &str, libraries: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        // Under the name that the loader asks for.
-        std::os::unix::fs::symlink(library(), folder.path().join("libnccl.so.2")).unwrap();
+        for (name, asked_for) in libraries {
+            std::os::unix::fs::symlink(library(name), folder.path().join(asked_for)).unwrap();
+        }
         let path = folder.path().join("program");
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));
         let mut cc = Command::new("cc");
@@ -51,10 +60,18 @@ impl Program {
         .arg(&path)
         .arg("-I")
         .arg(here.join("../../include"))
+        // The harness.
+        .arg("-I")
+        .arg(here.join("../crossweft-nccl/tests/c"))
         .arg(here.join("tests/c").join(source))
         .arg("-L")
         .arg(folder.path())
-        .args(["-l:libnccl.so.2", "-lm"])
+        .args(
+            libraries
+                .iter()
+                .map(|(_, asked_for)| format!("-l:{asked_for}")),
+        )
+        .arg("-lm")
         .arg(format!("-Wl,-rpath,{}", folder.path().display()));
         checked(&mut cc);
         Self { folder, path }
