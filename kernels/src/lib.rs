@@ -1,4 +1,4 @@
-//! Kernel entry points. One module of PTX for each data type, one for pre-multiplication, and one for tests and measurements:
+//! Kernel entry points. One module of PTX for each data type, one for moves, one for pre-multiplication, and one for tests and measurements:
 //! `cargo xtask kernels` compiles this crate once for each, with `--cfg module="..."`.
 #![no_std]
 #![feature(abi_gpu_kernel)]
@@ -12,7 +12,7 @@
 mod bench;
 #[cfg(not(any(module = "bench", module = "scale")))]
 mod fused;
-#[cfg(not(any(module = "bench", module = "scale")))]
+#[cfg(not(any(module = "bench", module = "hop", module = "scale")))]
 mod plan;
 #[cfg(module = "scale")]
 mod scale;

@@ -70,15 +70,16 @@ struct Area<const BYTES: usize>([u8; BYTES]);
 
 areas! {
     /// A reduction's operands.
+    #[cfg_attr(module = "hop", allow(dead_code))]
     table, "crossweft_table", TABLE_BYTES;
     /// A [`PlanLaunch`].
-    #[cfg_attr(module = "bench", allow(dead_code))]
+    #[cfg_attr(any(module = "bench", module = "hop"), allow(dead_code))]
     plan, "crossweft_plan", size_of::<PlanLaunch>();
     /// A [`Start`].
-    #[cfg_attr(module = "bench", allow(dead_code))]
+    #[cfg_attr(any(module = "bench", module = "hop"), allow(dead_code))]
     start, "crossweft_start", size_of::<Start>();
     /// A block's part of a plan's tables.
-    #[cfg_attr(module = "bench", allow(dead_code))]
+    #[cfg_attr(any(module = "bench", module = "hop"), allow(dead_code))]
     stage, "crossweft_stage", STAGE_BYTES;
     /// A [`BlockState`].
     state, "crossweft_state", size_of::<BlockState>();
@@ -91,7 +92,7 @@ pub(crate) const STAGE_BYTES: usize = 4096;
 ///
 /// # Safety
 /// The address must be valid.
-#[cfg_attr(module = "bench", allow(dead_code))]
+#[cfg_attr(any(module = "bench", module = "hop"), allow(dead_code))]
 #[inline(always)]
 pub(crate) unsafe fn stop(epoch: u64) {
     // SAFETY: the caller's promise. Every thread that is stopped writes the same.

@@ -176,6 +176,7 @@ fn faults(entry: &str, counts: &Counts) -> Vec<String> {
         "_plan_",
         "_one_shot_",
         "_two_shot_",
+        "_hop_",
         "_scale_",
         "_copy",
         "_add_",

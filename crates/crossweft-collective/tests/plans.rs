@@ -417,3 +417,49 @@ fn the_all_reduces_of_small_and_large_messages_run_in_one_piece_on_gpus() {
     let many = Algorithm::OneShot.plan(18, 1).unwrap();
     assert_eq!(fused_form(&many, 0), None);
 }
+
+/// The same of all other collectives.
+#[test]
+fn one_hops_of_all_collectives_run_in_one_piece_on_gpus() {
+    let rooted = |root| {
+        [
+            Collective::Broadcast { root },
+            Collective::Gather { root },
+            Collective::Scatter { root },
+        ]
+    };
+    let all = [
+        Collective::AllGather,
+        Collective::AllToAll,
+        Collective::ReduceScatter,
+    ];
+    for ranks in [2, 3, 8, 16] {
+        for collective in all.into_iter().chain(rooted(0)).chain(rooted(ranks - 1)) {
+            for (algorithm, of_packets) in [(Algorithm::OneShot, true), (Algorithm::Direct, false)]
+            {
+                let form = match (collective, of_packets) {
+                    (Collective::ReduceScatter, true) => "one-shot",
+                    (Collective::ReduceScatter, false) => "two-shot",
+                    _ => "one-hop",
+                };
+                for blocks in [1, 4, 32] {
+                    let plan = algorithm.plan_of(collective, ranks, blocks).unwrap();
+                    for rank in 0..ranks {
+                        let found = fused_form(&plan, rank);
+                        assert_eq!(
+                            found,
+                            Some(form),
+                            "{algorithm} {collective:?}, {rank} of {ranks}"
+                        );
+                    }
+                }
+            }
+            let staged = Algorithm::Staged.plan_of(collective, ranks, 2).unwrap();
+            assert_eq!(fused_form(&staged, 0), None);
+        }
+    }
+    let many = Algorithm::Direct
+        .plan_of(Collective::AllToAll, 18, 1)
+        .unwrap();
+    assert_eq!(fused_form(&many, 0), None);
+}

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use common::{Guarded, HostBlock, Random, difference, reference};
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
 use crossweft_device::executor::{Counters, STOPPED_EPOCH};
-use crossweft_device::gpu::fused::{Tables, one_shot, one_shot_lines, two_shot};
+use crossweft_device::gpu::fused::{Tables, hop, one_shot, one_shot_lines, two_shot};
 use crossweft_device::gpu::lines::{PAIR, PAIR_PAYLOAD};
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::gpu::{
-    GpuContext, GpuReducer, MAX_FUSED, OneShot, TABLE_BYTES, TwoShot, copy, packets,
+    GpuContext, GpuReducer, Hop, MAX_FUSED, MAX_MOVES, OneShot, TABLE_BYTES, TwoShot, copy, packets,
 };
 use crossweft_device::packet::{PAYLOAD, WORD, copy_from_packets, copy_to_packets};
 use crossweft_device::reduce::{HostReducer, Location, Reducer, Sources};
@@ -538,13 +538,14 @@ fn packets_of_a_gpu_are_read_by_the_host() {
 }
 
 /// A launch's own tables.
-struct Own {
-    target: [u64; MAX_FUSED],
-    source: [u64; MAX_FUSED],
-    peer: [u32; MAX_FUSED],
+struct Own<const ROOM: usize = MAX_FUSED> {
+    target: [u64; ROOM],
+    source: [u64; ROOM],
+    peer: [u32; ROOM],
+    origin: [u64; MAX_FUSED],
 }
 
-impl Tables for Own {
+impl<const ROOM: usize> Tables for Own<ROOM> {
     fn target(&self, k: u32) -> u64 {
         self.target[k as usize]
     }
@@ -555,6 +556,10 @@ impl Tables for Own {
 
     fn peer(&self, k: u32) -> u32 {
         self.peer[k as usize]
+    }
+
+    fn origin(&self, k: u32) -> u64 {
+        self.origin[k as usize]
     }
 }
 
@@ -569,6 +574,7 @@ fn own(launch: &OneShot) -> Own {
         target,
         source,
         peer,
+        origin: [0; MAX_FUSED],
     }
 }
 
@@ -720,7 +726,9 @@ fn fused_reduces<E: GpuElement>(dtype: DataType, op: ReduceOp, lines: bool) {
                                     true => {
                                         one_shot_lines::run::<_, E>(member, launch, &tables, at)
                                     }
-                                    false => one_shot::run::<_, E>(member, launch, &tables, at),
+                                    false => {
+                                        one_shot::run::<_, E, false>(member, launch, &tables, at)
+                                    }
                                 }
                             }
                         });
@@ -826,7 +834,7 @@ fn a_one_shot_in_one_piece_ends_its_wait() {
     let launch = ranks.launch(0, ReduceOp::Sum, 48, 1);
     let outcomes = Team::new(2, 5).run(|member| {
         // SAFETY: the launch is laid out for these buffers.
-        unsafe { one_shot::run::<_, i32>(member, &launch, &own(&launch), (0, 9)) }
+        unsafe { one_shot::run::<_, i32, false>(member, &launch, &own(&launch), (0, 9)) }
     });
     assert_eq!(outcomes, [Err(Stopped::Deadline); 2]);
     assert_eq!(ranks.counters[0].word(0), 9);
@@ -839,7 +847,9 @@ fn launches_behind_one_that_was_stopped_end_at_once() {
     let launch = ranks.launch(0, ReduceOp::Sum, 48, 1);
     let outcomes = Team::new(2, 0).run(|member| {
         // SAFETY: the launch is laid out for these buffers.
-        unsafe { one_shot::run::<_, i32>(member, &launch, &own(&launch), (0, STOPPED_EPOCH)) }
+        unsafe {
+            one_shot::run::<_, i32, false>(member, &launch, &own(&launch), (0, STOPPED_EPOCH))
+        }
     });
     assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
     for packets in &ranks.packets {
@@ -869,6 +879,7 @@ fn launches_behind_one_that_was_stopped_end_at_once() {
         target: launch.target,
         source: launch.source,
         peer: [0; MAX_FUSED],
+        origin: [0; MAX_FUSED],
     };
     let outcomes = Team::new(2, 0).run(|member| {
         // SAFETY: nothing of it is accessed.
@@ -877,38 +888,66 @@ fn launches_behind_one_that_was_stopped_end_at_once() {
     assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
 }
 
-/// Launches of all ranks, blocks and threads at once; `in_place` or not.
-fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool) {
-    let (blocks, peers, first) = (2, FUSED_RANKS - 1, 7);
-    let mut ranks = FusedRanks::new(first);
-    // Of each rank, block and peer: a counter with its tags, and the count of waits.
-    let count = (blocks * peers) as usize;
-    let mut inbound: Vec<_> = (0..FUSED_RANKS)
-        .map(|_| Guarded::holding(&vec![0; 24 * count], 0))
-        .collect();
-    let mut expected: Vec<_> = (0..FUSED_RANKS)
-        .map(|_| Guarded::holding(&vec![0; 8 * count], 0))
-        .collect();
-    // As plans number them: a rank's peers in order, block after block.
-    let place = |of: u32, with: u32| if with < of { with } else { with - 1 };
-    let semaphores: Vec<Vec<Semaphore>> = (0..FUSED_RANKS)
-        .map(|rank| {
+/// Semaphores between ranks, as plans number them: a rank's peers in order, block after block.
+struct Meetings {
+    /// Of each rank, block and peer: a counter with its tags, and the count of waits.
+    inbound: Vec<Guarded>,
+    expected: Vec<Guarded>,
+    semaphores: Vec<Vec<Semaphore>>,
+}
+
+impl Meetings {
+    /// Of those that `meet`.
+    fn new(blocks: u32, meet: impl Fn(u32, u32) -> bool) -> Self {
+        let count = (blocks * FUSED_RANKS) as usize;
+        let words = |bytes: usize| -> Vec<Guarded> {
+            let zeros = vec![0; bytes * count];
+            (0..FUSED_RANKS)
+                .map(|_| Guarded::holding(&zeros, 0))
+                .collect()
+        };
+        let (mut inbound, mut expected) = (words(24), words(8));
+        let mut semaphores = Vec::new();
+        for rank in 0..FUSED_RANKS {
             let mut all = Vec::new();
             for block in 0..blocks {
-                for peer in (0..FUSED_RANKS).filter(|&peer| peer != rank) {
-                    let at = |of, with| u64::from(block * peers + place(of, with));
+                for peer in (0..FUSED_RANKS).filter(|&peer| peer != rank && meet(rank, peer)) {
+                    let at = |with: u32| u64::from(block * FUSED_RANKS + with);
                     all.push(Semaphore {
-                        inbound: inbound[rank as usize].addr() + 24 * at(rank, peer),
-                        outbound: inbound[peer as usize].addr() + 24 * at(peer, rank),
-                        expected: expected[rank as usize].addr() + 8 * at(rank, peer),
+                        inbound: inbound[rank as usize].addr() + 24 * at(peer),
+                        outbound: inbound[peer as usize].addr() + 24 * at(rank),
+                        expected: expected[rank as usize].addr() + 8 * at(peer),
                         peer,
                         channel: block,
                     });
                 }
             }
-            all
-        })
-        .collect();
+            semaphores.push(all);
+        }
+        Self {
+            inbound,
+            expected,
+            semaphores,
+        }
+    }
+
+    fn of(&self, rank: u32) -> u64 {
+        self.semaphores[rank as usize].as_ptr() as u64
+    }
+
+    fn intact(&self) -> bool {
+        self.inbound
+            .iter()
+            .chain(&self.expected)
+            .all(Guarded::intact)
+    }
+}
+
+/// Launches of all ranks, blocks and threads at once; `in_place` or not.
+fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool) {
+    let (blocks, peers, first) = (2, FUSED_RANKS - 1, 7);
+    let mut ranks = FusedRanks::new(first);
+    let meetings = Meetings::new(blocks, |_, _| true);
     let size = dtype.size() as u64;
     for (epoch, elements) in (first..).zip([FUSED_MOST / size, 1, 530 / size, 13]) {
         let bytes = elements * size;
@@ -934,7 +973,7 @@ fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool
                     bytes,
                     counters: ranks.launch(rank, op, bytes, blocks.into()).counters,
                     context: GpuContext::default(),
-                    semaphores: semaphores[rank as usize].as_ptr() as u64,
+                    semaphores: meetings.of(rank),
                     op,
                     divisor: if op == ReduceOp::Avg { FUSED_RANKS } else { 0 },
                     sources: FUSED_RANKS,
@@ -952,6 +991,7 @@ fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool
             target,
             source,
             peer: [0; MAX_FUSED],
+            origin: [0; MAX_FUSED],
         };
         std::thread::scope(|scope| {
             for launch in &launches {
@@ -974,7 +1014,7 @@ fn two_shots_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool
             assert!(ranks.outputs[rank].intact() && ranks.inputs[rank].intact());
         }
     }
-    assert!(inbound.iter().chain(&expected).all(Guarded::intact));
+    assert!(meetings.intact());
 }
 
 #[test]
@@ -988,4 +1028,389 @@ fn two_shots_in_one_piece_are_the_references() {
             two_shots_reduce::<i64>(DataType::I64, op, in_place);
         }
     }
+}
+
+/// Everybody gets another block of every input, reduced.
+fn scatters_reduce<E: GpuElement>(dtype: DataType, op: ReduceOp, in_place: bool) {
+    let (blocks, first) = (2, (1 << 18) - 1);
+    let mut ranks = FusedRanks::new(first);
+    for (epoch, pieces) in (first..).zip([1, 33, 7, 2]) {
+        let bytes = pieces * 16;
+        let data = ranks.fill(epoch + 5, bytes * u64::from(FUSED_RANKS));
+        let launches: Vec<_> = (0..FUSED_RANKS)
+            .map(|rank| {
+                let mut launch = ranks.launch(rank, op, bytes, blocks);
+                let input = launch.input;
+                launch.input += bytes * u64::from(rank);
+                if in_place {
+                    launch.output = launch.input;
+                }
+                let mut tables = own(&launch);
+                for k in 1..FUSED_RANKS {
+                    let peer = (rank + k) % FUSED_RANKS;
+                    tables.origin[k as usize - 1] = input + bytes * u64::from(peer);
+                }
+                (launch, tables)
+            })
+            .collect();
+        std::thread::scope(|scope| {
+            for (launch, tables) in &launches {
+                for index in 0..blocks as u32 {
+                    scope.spawn(move || {
+                        let outcomes = Team::new(3, 1 << 20).run(|member| {
+                            let at = (index, epoch);
+                            // SAFETY: the launch is laid out for these buffers.
+                            unsafe { one_shot::run::<_, E, true>(member, launch, tables, at) }
+                        });
+                        assert_eq!(outcomes, [Ok(()); 3], "epoch {epoch}");
+                    });
+                }
+            }
+        });
+        for rank in 0..FUSED_RANKS as usize {
+            let of_rank = rank * bytes as usize..(rank + 1) * bytes as usize;
+            let parts: Vec<_> = data
+                .iter()
+                .map(|all| all[of_rank.clone()].to_vec())
+                .collect();
+            let expected = reference(dtype, op, FUSED_RANKS, &parts);
+            let got = match in_place {
+                true => ranks.result(rank, true, of_rank.end as u64)[of_rank.start..].to_vec(),
+                false => ranks.result(rank, false, bytes),
+            };
+            let wrong = difference(dtype, &got, &expected);
+            assert_eq!(wrong, None, "{dtype} {op}, rank {rank}, epoch {epoch}");
+            assert!(ranks.outputs[rank].intact() && ranks.inputs[rank].intact());
+            if !in_place {
+                assert_eq!(
+                    ranks.result(rank, true, data[rank].len() as u64),
+                    data[rank]
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn one_shots_that_scatter_are_the_references() {
+    for in_place in [false, true] {
+        scatters_reduce::<Bf16>(DataType::Bf16, ReduceOp::Sum, in_place);
+        scatters_reduce::<f32>(DataType::F32, ReduceOp::Avg, in_place);
+        scatters_reduce::<i8>(DataType::I8, ReduceOp::Max, in_place);
+    }
+}
+
+/// A rank's part of a hop: what is moved, from where to where and whose, and how ranks meet.
+struct Part {
+    meets: u32,
+    channels: u32,
+    first: Vec<(u64, u64, u32)>,
+    second: Vec<(u64, u64, u32)>,
+}
+
+/// Launches of all ranks, blocks and threads at once, of blocks of `sizes`, across an epoch that ends with clearing. `part`
+/// gets a rank, where each rank's input, output and slot `i` of packets are, and the size; `expected` says what
+/// outputs hold, of all inputs.
+fn hops(
+    packets: bool,
+    meet: impl Fn(u32, u32) -> bool,
+    sizes: &[u64],
+    part: impl Fn(u32, &dyn Fn(u32) -> u64, &dyn Fn(u32) -> u64, &dyn Fn(u32, u32) -> u64, u64) -> Part,
+    expected: impl Fn(u32, &[Vec<u8>], usize) -> Vec<u8>,
+) {
+    let (blocks, threads, first) = (2, 3, (1 << 18) - 1);
+    let mut ranks = FusedRanks::new(first);
+    let meetings = Meetings::new(blocks, meet);
+    let base =
+        |memory: &mut Vec<Guarded>| -> Vec<u64> { memory.iter_mut().map(Guarded::addr).collect() };
+    let (inputs, outputs, slots) = (
+        base(&mut ranks.inputs),
+        base(&mut ranks.outputs),
+        base(&mut ranks.packets),
+    );
+    for (epoch, &bytes) in (first..).zip(sizes) {
+        let data = ranks.fill(epoch + bytes, FUSED_MOST);
+        let slot = |rank: u32, i: u32| {
+            slots[rank as usize] + u64::from(i) * bytes.next_multiple_of(16) * 2
+        };
+        let (input, output) = (|r: u32| inputs[r as usize], |r: u32| outputs[r as usize]);
+        let launches: Vec<_> = (0..FUSED_RANKS)
+            .map(|rank| {
+                let part = part(rank, &input, &output, &slot, bytes);
+                let mut tables = Own::<MAX_MOVES> {
+                    target: [0; MAX_MOVES],
+                    source: [0; MAX_MOVES],
+                    peer: [0; MAX_MOVES],
+                    origin: [0; MAX_FUSED],
+                };
+                for (k, (source, target, peer)) in part.first.iter().chain(&part.second).enumerate()
+                {
+                    tables.source[k] = *source;
+                    tables.target[k] = *target;
+                    tables.peer[k] = *peer;
+                }
+                let launch = Hop {
+                    bytes,
+                    step: bytes.div_ceil(16).div_ceil(blocks.into()) * 16,
+                    counters: ranks
+                        .launch(rank, ReduceOp::Sum, bytes, blocks.into())
+                        .counters,
+                    context: GpuContext::default(),
+                    semaphores: meetings.of(rank),
+                    channels: part.channels,
+                    meets: part.meets,
+                    first: part.first.len() as u32,
+                    second: part.second.len() as u32,
+                    first_wait: 1,
+                    second_wait: 2,
+                    op_index: 3,
+                    rank,
+                    target: tables.target,
+                    source: tables.source,
+                    peer: tables.peer,
+                };
+                (launch, tables)
+            })
+            .collect();
+        std::thread::scope(|scope| {
+            for (launch, tables) in &launches {
+                for index in 0..blocks {
+                    scope.spawn(move || {
+                        let outcomes = Team::new(threads, 1 << 20).run(|member| {
+                            let at = (index, epoch);
+                            // SAFETY: the launch is laid out for these buffers.
+                            unsafe {
+                                match packets {
+                                    true => hop::packets(member, launch, tables, at),
+                                    false => hop::direct(member, launch, tables, at),
+                                }
+                            }
+                        });
+                        assert_eq!(outcomes, [Ok(()); 3], "epoch {epoch}");
+                    });
+                }
+            }
+        });
+        for rank in 0..FUSED_RANKS {
+            let wanted = expected(rank, &data, bytes as usize);
+            let got = ranks.result(rank as usize, false, wanted.len() as u64);
+            assert_eq!(got, wanted, "rank {rank}, {bytes} bytes, epoch {epoch}");
+            assert_eq!(ranks.counters[rank as usize].word(0), epoch + 1);
+        }
+        let all = ranks
+            .inputs
+            .iter()
+            .chain(&ranks.outputs)
+            .chain(&ranks.packets);
+        assert!({ all }.all(Guarded::intact));
+    }
+    assert!(meetings.intact());
+}
+
+/// Sizes of blocks that lie side by side.
+const BLOCKS: [u64; 5] = [16, 48, 512, 1600, 32];
+
+#[test]
+fn blocks_change_places_in_packets() {
+    let part = |rank: u32,
+                input: &dyn Fn(u32) -> u64,
+                output: &dyn Fn(u32) -> u64,
+                slot: &dyn Fn(u32, u32) -> u64,
+                bytes: u64| {
+        let of = |block: u32| bytes * u64::from(block);
+        let peers = (1..FUSED_RANKS).map(|k| (rank + k) % FUSED_RANKS);
+        let sends = peers
+            .clone()
+            .map(|q| (input(rank) + of(q), slot(q, rank), rank));
+        let own = (input(rank) + of(rank), output(rank) + of(rank), rank);
+        let takes = peers.map(|q| (slot(rank, q), output(rank) + of(q), q));
+        Part {
+            meets: 0,
+            channels: 0,
+            first: sends.collect(),
+            second: std::iter::once(own).chain(takes).collect(),
+        }
+    };
+    hops(
+        true,
+        |_, _| true,
+        &BLOCKS,
+        part,
+        |rank, data, bytes| {
+            let of_rank = rank as usize * bytes..(rank as usize + 1) * bytes;
+            data.iter()
+                .flat_map(|all| all[of_rank.clone()].to_vec())
+                .collect()
+        },
+    );
+}
+
+#[test]
+fn a_root_sends_in_packets_and_hears_that_all_have_begun() {
+    let part = |rank: u32,
+                input: &dyn Fn(u32) -> u64,
+                output: &dyn Fn(u32) -> u64,
+                slot: &dyn Fn(u32, u32) -> u64,
+                _: u64| match rank {
+        0 => Part {
+            meets: hop::HEARS_END,
+            channels: 2,
+            first: vec![(input(0), slot(1, 0), 0), (input(0), slot(2, 0), 0)],
+            second: vec![(input(0), output(0), 0)],
+        },
+        _ => Part {
+            meets: hop::TELLS,
+            channels: 1,
+            first: vec![],
+            second: vec![(slot(rank, 0), output(rank), 0)],
+        },
+    };
+    let meet = |a, b| a == 0 || b == 0;
+    let sizes = [1, 16, 13, 700, 8192, 5, 33];
+    hops(true, meet, &sizes, part, |_, data, bytes| {
+        data[0][..bytes].to_vec()
+    });
+}
+
+#[test]
+fn a_root_gathers_packets_and_those_who_send_take_nothing() {
+    let part = |rank: u32,
+                input: &dyn Fn(u32) -> u64,
+                output: &dyn Fn(u32) -> u64,
+                slot: &dyn Fn(u32, u32) -> u64,
+                bytes: u64| {
+        let to = |q: u32| output(0) + bytes * u64::from(q);
+        match rank {
+            0 => Part {
+                meets: hop::TELLS,
+                channels: 2,
+                first: vec![],
+                second: vec![
+                    (input(0), to(0), 0),
+                    (slot(0, 1), to(1), 1),
+                    (slot(0, 2), to(2), 2),
+                ],
+            },
+            _ => Part {
+                meets: hop::HEARS_END,
+                channels: 1,
+                first: vec![(input(rank), slot(0, rank), rank)],
+                second: vec![],
+            },
+        }
+    };
+    let meet = |a, b| a == 0 || b == 0;
+    hops(true, meet, &BLOCKS, part, |rank, data, bytes| match rank {
+        0 => data.iter().flat_map(|all| all[..bytes].to_vec()).collect(),
+        _ => vec![],
+    });
+}
+
+#[test]
+fn blocks_are_pushed_to_everybody() {
+    let part = |rank: u32,
+                input: &dyn Fn(u32) -> u64,
+                output: &dyn Fn(u32) -> u64,
+                _: &dyn Fn(u32, u32) -> u64,
+                bytes: u64| {
+        let to = |q: u32| (input(rank), output(q) + bytes * u64::from(rank), rank);
+        Part {
+            meets: hop::TELLS | hop::HEARS | hop::TELLS_END | hop::HEARS_END,
+            channels: FUSED_RANKS - 1,
+            first: (0..FUSED_RANKS).map(to).collect(),
+            second: vec![],
+        }
+    };
+    hops(
+        false,
+        |_, _| true,
+        &BLOCKS,
+        part,
+        |_, data, bytes| data.iter().flat_map(|all| all[..bytes].to_vec()).collect(),
+    );
+}
+
+#[test]
+fn a_root_is_read_and_copies_its_own_last() {
+    let part = |rank: u32,
+                input: &dyn Fn(u32) -> u64,
+                output: &dyn Fn(u32) -> u64,
+                _: &dyn Fn(u32, u32) -> u64,
+                _: u64| match rank {
+        0 => Part {
+            meets: hop::TELLS | hop::HEARS_END,
+            channels: 2,
+            first: vec![],
+            second: vec![(input(0), output(0), 0)],
+        },
+        _ => Part {
+            meets: hop::HEARS | hop::TELLS_END,
+            channels: 1,
+            first: vec![(input(0), output(rank), 0)],
+            second: vec![],
+        },
+    };
+    let meet = |a, b| a == 0 || b == 0;
+    let sizes = [1, 16, 13, 700, 8192, 5, 33];
+    hops(false, meet, &sizes, part, |_, data, bytes| {
+        data[0][..bytes].to_vec()
+    });
+}
+
+#[test]
+fn a_hop_whose_peer_does_not_come_ends_its_wait() {
+    let mut ranks = FusedRanks::new(9);
+    let meetings = Meetings::new(1, |_, _| true);
+    let OneShot {
+        input,
+        output,
+        counters,
+        context,
+        source,
+        ..
+    } = ranks.launch(0, ReduceOp::Sum, 48, 1);
+    let tables = Own::<MAX_MOVES> {
+        target: [output; MAX_MOVES],
+        source: [source[1]; MAX_MOVES],
+        peer: [1; MAX_MOVES],
+        origin: [0; MAX_FUSED],
+    };
+    let mut launch = Hop {
+        bytes: 48,
+        step: 48,
+        counters,
+        context,
+        semaphores: meetings.of(0),
+        channels: 2,
+        meets: 0,
+        first: 0,
+        second: 1,
+        first_wait: 0,
+        second_wait: 0,
+        op_index: 0,
+        rank: 0,
+        target: tables.target,
+        source: tables.source,
+        peer: tables.peer,
+    };
+    let run = |launch: &Hop| {
+        Team::new(2, 5).run(|member| {
+            // SAFETY: the launch is laid out for these buffers.
+            unsafe { hop::packets(member, launch, &tables, (0, 9)) }
+        })
+    };
+    assert_eq!(run(&launch), [Err(Stopped::Deadline); 2]);
+    assert_eq!(ranks.counters[0].word(0), 9);
+    launch.meets = hop::TELLS | hop::HEARS;
+    launch.first = 1;
+    let own = Own::<MAX_MOVES> {
+        source: [input; MAX_MOVES],
+        ..tables
+    };
+    let outcomes = Team::new(2, 5).run(|member| {
+        // SAFETY: as above.
+        unsafe { hop::direct(member, &launch, &own, (0, 9)) }
+    });
+    assert_eq!(outcomes, [Err(Stopped::Deadline); 2]);
+    assert_eq!(ranks.counters[0].word(0), 9);
 }

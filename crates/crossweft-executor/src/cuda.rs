@@ -14,7 +14,7 @@ use crossweft_hal::cuda::{
 };
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::{
-    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, PlanLaunch, entries, plan_module,
+    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, PlanLaunch, entries, hop_module, plan_module,
 };
 
 use crate::ExecutorError;
@@ -91,7 +91,13 @@ impl CudaLauncher {
         let fused = match fused {
             None => None,
             Some(fused) => {
-                let kernel = loaded.kernel(fused.entry(&entries))?;
+                let kernel = match fused.entry(&entries) {
+                    (entry, false) => loaded.kernel(entry)?,
+                    (entry, true) => {
+                        let module = hop_module(sm).ok_or_else(incapable)?;
+                        Module::shared(context, module.name, module.ptx, &options)?.kernel(entry)?
+                    }
+                };
                 let threads = resident_threads(&kernel, most, needed)?;
                 Some((fused, kernel, threads))
             }
@@ -155,7 +161,9 @@ impl CudaLauncher {
                 let shape = Shape::linear(program.block_count, threads);
                 let parameter = match &parameter {
                     Parameter::OneShot(parameter) => Argument::from(parameter),
+                    Parameter::OneShotScatter(parameter) => Argument::from(parameter),
                     Parameter::TwoShot(parameter) => Argument::from(parameter),
+                    Parameter::Hop(parameter) => Argument::from(parameter),
                 };
                 // SAFETY: this is the kernel's parameter; the rest is the caller's promise.
                 return unsafe { kernel.launch(stream, &shape, &[parameter]) };

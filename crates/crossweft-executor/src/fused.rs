@@ -6,12 +6,16 @@ use crossweft_channel::ChannelError;
 use crossweft_device::ReduceOp;
 use crossweft_device::executor::Counters;
 use crossweft_device::extent::{Extent, GRANULE, chunk_bytes};
+use crossweft_device::gpu::fused::hop::{HEARS, HEARS_END, TELLS, TELLS_END};
 use crossweft_device::gpu::lines::{LANES, PAIR as LINES, PAIR_PAYLOAD as LINES_PAYLOAD};
 use crossweft_device::packet::{PAYLOAD, WORD};
 use crossweft_device::program::{Launch, Program, Space};
 use crossweft_device::semaphore::Semaphore;
-use crossweft_kernels::{Entries, GpuContext, MAX_FUSED, OneShot, TwoShot};
-use crossweft_plan::{Buffer, ChannelKind, Op, Operand, Plan};
+use crossweft_kernels::{
+    Entries, GpuContext, HOP_DIRECT, HOP_PACKETS, Hop, MAX_FUSED, MAX_MOVES, OneShot,
+    OneShotScatter, TwoShot,
+};
+use crossweft_plan::{Buffer, ChannelKind, Op, Operand, Plan, RankProgram};
 
 use crate::tables::Memories;
 
@@ -19,20 +23,47 @@ use crate::tables::Memories;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fused {
     form: Form,
-    /// Where the results go, or this rank's packets, in the plan's order.
+    /// Where the results go, this rank's packets, or what is moved; in the plan's order.
     targets: Vec<Place>,
-    /// What is reduced, in the plan's order.
+    /// What is reduced, or moved; in the plan's order.
     sources: Vec<Place>,
+    /// What goes to each target, where that differs.
+    origins: Vec<Place>,
+    meeting: Meeting,
     /// This rank's packet memory; 0 if there is none.
     packets: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
+    /// The whole input to everybody, in packets; all are reduced.
     OneShot,
-    /// With lines.
+    /// The same with lines.
     OneShotLines,
+    /// Another block to everybody.
+    OneShotScatter,
+    /// Everybody's chunk of the same place is reduced, to everybody.
     TwoShot,
+    /// Everybody's block of the same place is reduced, for this rank.
+    Gathered,
+    /// Blocks in packets.
+    HopPackets,
+    /// Blocks straight from buffer to buffer.
+    HopDirect,
+}
+
+/// Which of a hop's meetings take place, on how many channels a thread block, and what is between.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Meeting {
+    /// Bits of [`crossweft_device::gpu::fused::hop`].
+    meets: u32,
+    channels: u32,
+    /// Moves of the first part; the others are of the second.
+    first: u32,
+    /// Indices of operations, for messages.
+    first_wait: u32,
+    second_wait: u32,
+    op_index: u32,
 }
 
 /// The largest message that a plan must be for, in bytes, to take lines: below, packets are faster. (Memory that is laid out
@@ -51,25 +82,44 @@ pub(crate) fn has_lines(plan: &Plan, max_bytes: u64) -> bool {
 }
 
 /// The form in which a GPU runs `rank`'s part of `plan` in one piece, by a kernel of its own instead of the
-/// executor's: `one-shot` or `two-shot`; `None` if it has no such form.
+/// executor's: `one-shot`, `two-shot` or `one-hop`; `None` if it has no such form.
 #[must_use]
 pub fn fused_form(plan: &Plan, rank: u32) -> Option<&'static str> {
-    form(plan, rank).map(|(form, _)| match form {
-        Form::OneShot | Form::OneShotLines => "one-shot",
-        Form::TwoShot => "two-shot",
+    form(plan, rank).map(|found| match found.form {
+        Form::OneShot | Form::OneShotLines | Form::OneShotScatter => "one-shot",
+        Form::TwoShot | Form::Gathered => "two-shot",
+        Form::HopPackets | Form::HopDirect => "one-hop",
     })
 }
 
-/// The form of `rank`'s part of `plan`, and its targets and sources.
-fn form(plan: &Plan, rank: u32) -> Option<(Form, Operands<'_>)> {
-    let of = |form| move |operands| (form, operands);
-    one_shot(plan, rank)
-        .map(of(Form::OneShot))
-        .or_else(|| two_shot(plan, rank).map(of(Form::TwoShot)))
+/// A rank's part of a plan that has a form.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Found {
+    form: Form,
+    targets: Vec<Operand>,
+    sources: Vec<Operand>,
+    origins: Vec<Operand>,
+    meeting: Meeting,
 }
 
-/// Targets and sources.
-type Operands<'a> = (&'a [Operand], &'a [Operand]);
+impl Found {
+    fn new(form: Form, targets: &[Operand], sources: &[Operand]) -> Self {
+        Self {
+            form,
+            targets: targets.to_vec(),
+            sources: sources.to_vec(),
+            origins: Vec::new(),
+            meeting: Meeting::default(),
+        }
+    }
+}
+
+/// The form of `rank`'s part of `plan`, if it has one.
+fn form(plan: &Plan, rank: u32) -> Option<Found> {
+    one_shot(plan, rank)
+        .or_else(|| two_shot(plan, rank))
+        .or_else(|| hop(plan, rank))
+}
 
 /// A place that a launch knows the address of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +139,9 @@ struct Place {
 #[derive(Debug)]
 pub(crate) enum Parameter {
     OneShot(OneShot),
+    OneShotScatter(OneShotScatter),
     TwoShot(TwoShot),
+    Hop(Hop),
 }
 
 impl Parameter {
@@ -97,7 +149,9 @@ impl Parameter {
     fn step(&self) -> u64 {
         match self {
             Self::OneShot(launch) => launch.step,
+            Self::OneShotScatter(scatter) => scatter.launch.step,
             Self::TwoShot(launch) => launch.step,
+            Self::Hop(launch) => launch.step,
         }
     }
 }
@@ -110,12 +164,12 @@ impl Fused {
         memories: &Memories<'_>,
         lines: bool,
     ) -> Result<Option<Self>, ChannelError> {
-        let Some((form, (to, from))) = form(plan, rank) else {
+        let Some(found) = form(plan, rank) else {
             return Ok(None);
         };
         let form = match lines {
             true => Form::OneShotLines,
-            false => form,
+            false => found.form,
         };
         let place = |operand: &Operand| -> Result<Place, ChannelError> {
             let space = operand.buffer.into();
@@ -131,20 +185,28 @@ impl Fused {
                 index: operand.index,
             })
         };
+        let places = |operands: &[Operand]| -> Result<Vec<Place>, ChannelError> {
+            operands.iter().map(place).collect()
+        };
         Ok(Some(Self {
             form,
-            targets: to.iter().map(place).collect::<Result<_, _>>()?,
-            sources: from.iter().map(place).collect::<Result<_, _>>()?,
+            targets: places(&found.targets)?,
+            sources: places(&found.sources)?,
+            origins: places(&found.origins)?,
+            meeting: found.meeting,
             packets: memories.base(rank, Space::Packets)?,
         }))
     }
 
-    /// The kernel.
-    pub(crate) fn entry(&self, entries: &Entries) -> &'static str {
+    /// The kernel, and whether it is one of the module for all data types, or of the reduced one's.
+    pub(crate) fn entry(&self, entries: &Entries) -> (&'static str, bool) {
         match self.form {
-            Form::OneShot => entries.one_shot,
-            Form::OneShotLines => entries.one_shot_lines,
-            Form::TwoShot => entries.two_shot,
+            Form::OneShot => (entries.one_shot, false),
+            Form::OneShotLines => (entries.one_shot_lines, false),
+            Form::OneShotScatter => (entries.one_shot_scatter, false),
+            Form::TwoShot | Form::Gathered => (entries.two_shot, false),
+            Form::HopPackets => (HOP_PACKETS, true),
+            Form::HopDirect => (HOP_DIRECT, true),
         }
     }
 
@@ -152,6 +214,10 @@ impl Fused {
     pub(crate) fn threads(&self, parameter: &Parameter) -> u64 {
         match self.form {
             Form::OneShotLines => parameter.step() / LINES_PAYLOAD * u64::from(LANES),
+            Form::HopPackets | Form::HopDirect => {
+                let pieces = parameter.step().div_ceil(GRANULE);
+                pieces.max(self.meeting.channels.into())
+            }
             _ => parameter.step().div_ceil(GRANULE),
         }
     }
@@ -160,10 +226,8 @@ impl Fused {
     fn part(&self, program: &Program, bytes: u64) -> Extent {
         let chunk = chunk_bytes(bytes, program.chunks);
         match self.form {
-            Form::OneShot | Form::OneShotLines => {
-                Extent::of_chunks(bytes, chunk, 0, program.chunks)
-            }
             Form::TwoShot => Extent::of_chunks(bytes, chunk, program.rank, 1),
+            _ => Extent::of_chunks(bytes, chunk, 0, program.chunks),
         }
     }
 
@@ -188,23 +252,24 @@ impl Fused {
             true => bytes.div_ceil(LINES_PAYLOAD) * LINES,
             false => chunk * (WORD / PAYLOAD),
         };
-        let at = |place: &Place| match (place.space, place.rank == program.rank) {
-            (Space::Input, true) => launch.input,
-            (Space::Input, false) => place.base + launch.input_offset,
-            (Space::Output, true) => launch.output,
-            (Space::Output, false) => place.base + launch.output_offset,
-            _ => place.base + slot * u64::from(place.index),
+        // A chunk of a message is part of what all take; else buffers are of whole blocks.
+        let block = match self.form {
+            Form::TwoShot => 0,
+            _ => bytes,
         };
-        let all = |places: &[Place]| {
-            let mut table = [0; MAX_FUSED];
-            for (entry, place) in table.iter_mut().zip(places) {
-                *entry = at(place);
+        let at = |place: &Place| {
+            let of_block = block * u64::from(place.index);
+            match (place.space, place.rank == program.rank) {
+                (Space::Input, true) => launch.input + of_block,
+                (Space::Input, false) => place.base + launch.input_offset + of_block,
+                (Space::Output, true) => launch.output + of_block,
+                (Space::Output, false) => place.base + launch.output_offset + of_block,
+                _ => place.base + slot * u64::from(place.index),
             }
-            table
         };
-        let (target, mut source) = (all(&self.targets), all(&self.sources));
-        let aligned = |address: &u64| address.is_multiple_of(GRANULE);
-        if !lines && !target.iter().chain(&source).all(aligned) {
+        let aligned = |place: &Place| at(place).is_multiple_of(GRANULE);
+        let mut places = self.targets.iter().chain(&self.sources);
+        if !lines && !places.all(aligned) {
             return None;
         }
         let counters = Counters {
@@ -228,19 +293,22 @@ impl Fused {
             false => part.slice(0, program.block_count).len(),
         };
         Some(match self.form {
-            Form::OneShot | Form::OneShotLines => {
+            Form::OneShot | Form::OneShotLines | Form::OneShotScatter => {
                 let mut peer = [rank; MAX_FUSED];
+                let (target, mut source) = (table(&self.targets, at), table(&self.sources, at));
+                let mut input = launch.input;
                 for (k, place) in self.sources.iter().enumerate() {
                     peer[k] = place.peer;
                     if place.space == Space::Input {
+                        input = at(place);
                         source[k] = 0;
                     }
                 }
-                if !lines && !aligned(&launch.output) {
+                if !lines && !launch.output.is_multiple_of(GRANULE) {
                     return None;
                 }
-                Parameter::OneShot(OneShot {
-                    input: launch.input,
+                let launch = OneShot {
+                    input,
                     output: launch.output,
                     bytes,
                     step,
@@ -250,14 +318,55 @@ impl Fused {
                     divisor,
                     targets,
                     sources,
-                    op_index: 1,
+                    // Behind what is sent.
+                    op_index: self.meeting.op_index,
                     rank,
                     target,
                     source,
                     peer,
+                };
+                if self.form != Form::OneShotScatter {
+                    return Some(Parameter::OneShot(launch));
+                }
+                if !self.origins.iter().all(aligned) {
+                    return None;
+                }
+                let origin = table(&self.origins, at);
+                Parameter::OneShotScatter(OneShotScatter { launch, origin })
+            }
+            Form::HopPackets | Form::HopDirect => {
+                let mut peer = [rank; MAX_MOVES];
+                for (peer, place) in peer.iter_mut().zip(&self.sources) {
+                    *peer = place.peer;
+                }
+                let Meeting {
+                    meets,
+                    channels,
+                    first,
+                    first_wait,
+                    second_wait,
+                    op_index,
+                } = self.meeting;
+                Parameter::Hop(Hop {
+                    bytes,
+                    step,
+                    counters,
+                    context,
+                    semaphores: program.semaphores,
+                    channels,
+                    meets,
+                    first,
+                    second: sources - first,
+                    first_wait,
+                    second_wait,
+                    op_index,
+                    rank,
+                    target: table(&self.targets, at),
+                    source: table(&self.sources, at),
+                    peer,
                 })
             }
-            Form::TwoShot => {
+            Form::TwoShot | Form::Gathered => {
                 let Extent { begin, end } = part;
                 Parameter::TwoShot(TwoShot {
                     begin,
@@ -275,68 +384,125 @@ impl Fused {
                     rank,
                     first_wait: 1,
                     second_wait: 4,
-                    target,
-                    source,
+                    target: table(&self.targets, at),
+                    source: table(&self.sources, at),
                 })
             }
         })
     }
 }
 
-/// The semaphores of a two-shot plan are read as an array.
+/// Addresses of places, as many as a kernel has room for.
+fn table<const ROOM: usize>(places: &[Place], at: impl Fn(&Place) -> u64) -> [u64; ROOM] {
+    let mut table = [0; ROOM];
+    for (entry, place) in table.iter_mut().zip(places) {
+        *entry = at(place);
+    }
+    table
+}
+
+/// The semaphores of a thread block are read as an array.
 const _: () = assert!(size_of::<Semaphore>() == 32);
 
-/// The targets and sources of a plan whose blocks, on this rank, send their slices of the whole input to
-/// others' packet memory and then reduce it with what came into this rank's, to the output.
-fn one_shot(plan: &Plan, rank: u32) -> Option<Operands<'_>> {
-    let blocks = &plan.ranks.get(rank as usize)?.blocks;
+/// What all thread blocks of a rank do alike, with slices of their own: what `of` makes of each one's operations.
+fn alike<T: PartialEq>(
+    program: &RankProgram,
+    of: impl Fn(&[Op], (u32, u32), std::ops::Range<u32>) -> Option<T>,
+) -> Option<T> {
+    let count = program.blocks.len() as u32;
+    let links = program.channels.len() as u32;
+    // The kernel finds a block's channels by its number.
+    let channels = links / count.max(1);
+    let by_memory = |channel: &crossweft_plan::Channel| channel.kind == ChannelKind::Memory;
+    if channels * count != links || !program.channels.iter().all(by_memory) {
+        return None;
+    }
     let mut found = None;
-    for (index, ops) in (0..).zip(blocks) {
-        let [
-            Op::Move {
-                chunks: sent,
-                from: input,
-                to,
-                ..
-            },
-            Op::Reduce {
-                chunks,
-                from,
-                to: outputs,
-                last: true,
-                ..
-            },
-        ] = ops.as_slice()
-        else {
-            return None;
-        };
-        let part = (chunks.first, chunks.count, chunks.slice);
-        let whole = chunks == sent && part == (0, plan.chunks, (index, blocks.len() as u32));
-        let own = Operand::new(rank, Buffer::Input, 0);
-        let result = [Operand::new(rank, Buffer::Output, 0)];
-        let from_here = |o: &Operand| *o == own || (o.buffer, o.rank) == (Buffer::Packets, rank);
-        let fits = whole
-            && *input == own
-            && *outputs == result
-            && to.iter().all(|o| o.buffer == Buffer::Packets)
-            && from.iter().all(from_here)
-            && !from.is_empty()
-            && from.len().max(to.len()) <= MAX_FUSED;
-        if !fits || found.is_some_and(|same| same != (to.as_slice(), from.as_slice())) {
-            return None;
+    for (index, ops) in (0..).zip(&program.blocks) {
+        let own = index * channels..(index + 1) * channels;
+        let this = of(ops, (index, count), own)?;
+        match &found {
+            Some(same) if *same != this => return None,
+            _ => found = Some(this),
         }
-        found = Some((to.as_slice(), from.as_slice()));
     }
     found
 }
 
-/// The targets and sources of a plan whose blocks, on this rank, meet all others, reduce their slices of this
-/// rank's chunk of all inputs into all outputs, and meet again.
-fn two_shot(plan: &Plan, rank: u32) -> Option<Operands<'_>> {
+/// Whether these are the channels of that range, each once, in any order.
+fn are(channels: &[u32], own: &std::ops::Range<u32>) -> bool {
+    let mut sorted = channels.to_vec();
+    sorted.sort_unstable();
+    sorted.into_iter().eq(own.clone())
+}
+
+/// A plan whose blocks, on this rank, send their slices of the whole input to others' packet memory, or of a block of
+/// it to each, and then reduce it with what came into this rank's, to the output.
+fn one_shot(plan: &Plan, rank: u32) -> Option<Found> {
+    let own = |o: &Operand| (o.buffer, o.rank) == (Buffer::Input, rank);
+    let from_here = |o: &Operand| own(o) || (o.buffer, o.rank) == (Buffer::Packets, rank);
+    alike(plan.ranks.get(rank as usize)?, |ops, slice, _| {
+        let (last, sends) = ops.split_last()?;
+        let Op::Reduce {
+            chunks,
+            from,
+            to: outputs,
+            last: true,
+            ..
+        } = last
+        else {
+            return None;
+        };
+        let part = (chunks.first, chunks.count, chunks.slice);
+        let fits = part == (0, plan.chunks, slice)
+            && *outputs == [Operand::new(rank, Buffer::Output, 0)]
+            && !from.is_empty()
+            && from.len() <= MAX_FUSED
+            && from.iter().all(from_here)
+            && from.iter().filter(|o| own(o)).count() <= 1;
+        if !fits {
+            return None;
+        }
+        let (mut targets, mut origins) = (Vec::new(), Vec::new());
+        for send in sends {
+            let Op::Move {
+                chunks: sent,
+                from: input,
+                to,
+                ..
+            } = send
+            else {
+                return None;
+            };
+            let packets = to.iter().all(|o| o.buffer == Buffer::Packets);
+            if sent != chunks || !own(input) || !packets {
+                return None;
+            }
+            targets.extend_from_slice(to);
+            origins.extend(to.iter().map(|_| *input));
+        }
+        let mut found = Found::new(Form::OneShot, &targets, from);
+        found.meeting.op_index = sends.len() as u32;
+        // All that is sent, and this rank's own part of the result, is the same block.
+        let mine = from.iter().find(|o| own(o)).into_iter();
+        let whole = Operand::new(rank, Buffer::Input, 0);
+        if !origins.iter().chain(mine).all(|o| *o == whole) {
+            if plan.chunks != 1 {
+                return None;
+            }
+            found.form = Form::OneShotScatter;
+            found.origins = origins;
+        }
+        // One rank alone, or one that only takes, has other kernels.
+        (!targets.is_empty() && targets.len() <= MAX_FUSED).then_some(found)
+    })
+}
+
+/// A plan whose blocks, on this rank, meet all others, reduce their slices of this rank's chunk of all inputs into all
+/// outputs, or of one block of all inputs into this rank's, and meet again.
+fn two_shot(plan: &Plan, rank: u32) -> Option<Found> {
     let ranks = plan.ranks.len() as u32;
-    let program = plan.ranks.get(rank as usize)?;
-    let mut found = None;
-    for (index, ops) in (0..).zip(&program.blocks) {
+    alike(plan.ranks.get(rank as usize)?, |ops, slice, own| {
         let [
             Op::Signal {
                 channels: all,
@@ -361,33 +527,155 @@ fn two_shot(plan: &Plan, rank: u32) -> Option<Operands<'_>> {
                 channels: second,
                 relaxed: false,
             },
-        ] = ops.as_slice()
+        ] = ops
         else {
             return None;
         };
-        // The kernel finds a block's channels by its number.
-        let own = index * (ranks - 1)..(index + 1) * (ranks - 1);
-        let by_memory = |&id: &u32| {
-            let channel = program.channels.get(id as usize);
-            channel.is_some_and(|channel| channel.kind == ChannelKind::Memory)
-        };
+        let meets = [all, first, again, second]
+            .iter()
+            .all(|channels| are(channels, &own));
         let part = (chunks.first, chunks.count, chunks.slice);
         let is = |o: &Operand, buffer| (o.buffer, o.index) == (buffer, rank);
-        let fits = all.iter().copied().eq(own)
-            && all.iter().all(by_memory)
-            && [first, again, second] == [all; 3]
-            && plan.chunks == ranks
-            && part == (rank, 1, (index, program.blocks.len() as u32))
+        let fits = meets
+            && own.len() as u32 == ranks - 1
             && from.iter().all(|o| is(o, Buffer::Input))
-            && to.iter().all(|o| is(o, Buffer::Output))
             && !from.is_empty()
             && from.len().max(to.len()) <= MAX_FUSED;
-        if !fits || found.is_some_and(|same| same != (to.as_slice(), from.as_slice())) {
-            return None;
-        }
-        found = Some((to.as_slice(), from.as_slice()));
+        let form = if plan.chunks == ranks && part == (rank, 1, slice) {
+            to.iter()
+                .all(|o| is(o, Buffer::Output))
+                .then_some(Form::TwoShot)
+        } else if plan.chunks == 1 && part == (0, 1, slice) {
+            (*to == [Operand::new(rank, Buffer::Output, 0)]).then_some(Form::Gathered)
+        } else {
+            None
+        };
+        fits.then_some(())?;
+        form.map(|form| Found::new(form, to, from))
+    })
+}
+
+/// A plan whose blocks, on this rank, move slices of whole blocks and reduce nothing: straight between buffers, or send
+/// packets and then take those that came.
+fn hop(plan: &Plan, rank: u32) -> Option<Found> {
+    if plan.chunks != 1 {
+        return None;
     }
-    found
+    let program = plan.ranks.get(rank as usize)?;
+    let found = alike(program, |ops, slice, own| {
+        let parser = || Parser {
+            rank,
+            slice,
+            own: own.clone(),
+            ops,
+            at: 0,
+        };
+        parser().packets().or_else(|| parser().direct())
+    })?;
+    let fits = !found.sources.is_empty()
+        && found.sources.len() <= MAX_MOVES
+        && found.meeting.channels < MAX_FUSED as u32;
+    fits.then_some(found)
+}
+
+/// Goes through a thread block's operations.
+struct Parser<'a> {
+    rank: u32,
+    slice: (u32, u32),
+    /// The thread block's channels.
+    own: std::ops::Range<u32>,
+    ops: &'a [Op],
+    /// Operations gone through.
+    at: usize,
+}
+
+impl Parser<'_> {
+    fn packets(mut self) -> Option<Found> {
+        let rank = self.rank;
+        let mut found = Found::new(Form::HopPackets, &[], &[]);
+        let tells = self.signal();
+        let leaves = |o: &Operand| o.buffer == Buffer::Packets && o.rank != rank;
+        let sends = self.moves(|from, to| {
+            (from.buffer, from.rank) == (Buffer::Input, rank) && to.iter().all(leaves)
+        });
+        let op_index = self.at as u32;
+        let takes = self.moves(|from, to| {
+            from.rank == rank
+                && matches!(from.buffer, Buffer::Input | Buffer::Packets)
+                && matches!(to, [o] if (o.buffer, o.rank) == (Buffer::Output, rank))
+        });
+        let second_wait = self.at as u32;
+        let hears = self.wait();
+        found.meeting = Meeting {
+            meets: u32::from(tells) * TELLS | u32::from(hears) * HEARS_END,
+            channels: self.own.len() as u32,
+            first: sends.len() as u32,
+            first_wait: 0,
+            second_wait,
+            op_index,
+        };
+        // Without packets there is no hop.
+        let is_packet =
+            |(from, to): &(Operand, Operand)| [from.buffer, to.buffer].contains(&Buffer::Packets);
+        let any = sends.iter().chain(&takes).any(is_packet);
+        (found.sources, found.targets) = sends.into_iter().chain(takes).unzip();
+        (any && self.at == self.ops.len()).then_some(found)
+    }
+
+    fn direct(mut self) -> Option<Found> {
+        let mut found = Found::new(Form::HopDirect, &[], &[]);
+        let plain = |o: &Operand| matches!(o.buffer, Buffer::Input | Buffer::Output);
+        let of_buffers = |from: &Operand, to: &[Operand]| plain(from) && to.iter().all(plain);
+        let mut meets = u32::from(self.signal()) * TELLS;
+        let first_wait = self.at as u32;
+        meets |= u32::from(self.wait()) * HEARS;
+        let first = self.moves(of_buffers);
+        meets |= u32::from(self.signal()) * TELLS_END;
+        let second_wait = self.at as u32;
+        meets |= u32::from(self.wait()) * HEARS_END;
+        let second = self.moves(of_buffers);
+        found.meeting = Meeting {
+            meets,
+            channels: self.own.len() as u32,
+            first: first.len() as u32,
+            first_wait,
+            second_wait,
+            op_index: 0,
+        };
+        (found.sources, found.targets) = first.into_iter().chain(second).unzip();
+        (self.at == self.ops.len()).then_some(found)
+    }
+
+    /// Goes past a signal to all the block's peers, if there is one.
+    fn signal(&mut self) -> bool {
+        let is_next = matches!(self.ops.get(self.at), Some(Op::Signal { channels, relaxed: false })
+            if are(channels, &self.own));
+        self.at += usize::from(is_next);
+        is_next
+    }
+
+    /// Goes past a wait for all of them.
+    fn wait(&mut self) -> bool {
+        let is_next = matches!(self.ops.get(self.at), Some(Op::Wait { channels, relaxed: false })
+            if are(channels, &self.own));
+        self.at += usize::from(is_next);
+        is_next
+    }
+
+    /// Goes past moves of the block's slice that are as `fits` says; returns from where to where, one by one.
+    fn moves(&mut self, fits: impl Fn(&Operand, &[Operand]) -> bool) -> Vec<(Operand, Operand)> {
+        let mut all = Vec::new();
+        while let Some(Op::Move {
+            chunks, from, to, ..
+        }) = self.ops.get(self.at)
+            && (chunks.first, chunks.count, chunks.slice) == (0, 1, self.slice)
+            && fits(from, to)
+        {
+            all.extend(to.iter().map(|to| (*from, *to)));
+            self.at += 1;
+        }
+        all
+    }
 }
 
 #[cfg(test)]
@@ -427,10 +715,14 @@ mod tests {
     fn one_shots_are_recognised_and_nothing_else() {
         let whole = plan(|_| ());
         for rank in 0..2 {
-            let (to, from) = one_shot(&whole, rank).expect("a one-shot");
-            assert_eq!(to, [Operand::new(1 - rank, Buffer::Packets, rank)]);
+            let found = one_shot(&whole, rank).expect("a one-shot");
+            assert_eq!(found.form, Form::OneShot);
+            assert_eq!(
+                found.targets,
+                [Operand::new(1 - rank, Buffer::Packets, rank)]
+            );
             // The plan's order is kept: here each rank's input first on rank 0, last on rank 1.
-            let at = from.iter().position(|o| o.buffer == Buffer::Input);
+            let at = found.sources.iter().position(|o| o.buffer == Buffer::Input);
             assert_eq!(at, Some(rank as usize), "rank {rank}");
         }
         assert_eq!(one_shot(&whole, 2), None);
@@ -480,9 +772,10 @@ mod tests {
     fn two_shots_are_recognised_and_nothing_else() {
         let whole = two_shot_plan(|_| ());
         for rank in 0..2 {
-            let (to, from) = two_shot(&whole, rank).expect("a two-shot");
-            assert_eq!(to[1], Operand::new(1, Buffer::Output, rank));
-            assert_eq!(from[0], Operand::new(0, Buffer::Input, rank));
+            let found = two_shot(&whole, rank).expect("a two-shot");
+            assert_eq!(found.form, Form::TwoShot);
+            assert_eq!(found.targets[1], Operand::new(1, Buffer::Output, rank));
+            assert_eq!(found.sources[0], Operand::new(0, Buffer::Input, rank));
             assert_eq!(one_shot(&whole, rank), None);
         }
         let spoilt: [fn(&mut Vec<Op>); 5] = [

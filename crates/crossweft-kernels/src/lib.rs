@@ -1,8 +1,8 @@
 //! The GPU kernels: PTX that was compiled from `crossweft-device` and committed, and what to pass
 //! to it.
 //!
-//! A module of PTX for each data type holds the plan executor, for every operation; one more multiplies
-//! elements before a sum, and one holds kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
+//! A module of PTX for each data type holds the plan executor, for every operation; one holds plans that move blocks and
+//! reduce nothing, one multiplies elements before a sum, and one holds kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
 //! needs a CUDA toolkit. They are made by `cargo xtask kernels` from the sources in `kernels/`, and
 //! checked by `cargo xtask kernels --check`.
 //!
@@ -20,8 +20,8 @@
 
 use crossweft_device::DataType;
 pub use crossweft_device::gpu::{
-    GpuContext, MAX_FUSED, MAX_OPERANDS, OneShot, OneShotLaunch, PlanLaunch, Scale, StatusRecord,
-    TwoShot,
+    GpuContext, Hop, MAX_FUSED, MAX_MOVES, MAX_OPERANDS, OneShot, OneShotLaunch, OneShotScatter,
+    PlanLaunch, Scale, StatusRecord, TwoShot,
 };
 
 /// Threads of a block, at most (`.maxntid`): what registers are there for, so that nothing is
@@ -50,8 +50,8 @@ pub struct Module {
 
 macro_rules! modules {
     ($($dtype:ident, $name:literal;)*) => {
-        /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one that
-        /// multiplies elements of any type, and the one for tests and measurements.
+        /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one that moves blocks, the
+        /// one that multiplies elements of any type, and the one for tests and measurements.
         pub const MODULES: &[Module] = &[
             $(Module {
                 name: $name,
@@ -60,10 +60,17 @@ macro_rules! modules {
                 entries: &[
                     concat!("crossweft_plan_", $name),
                     concat!("crossweft_one_shot_", $name),
+                    concat!("crossweft_one_shot_scatter_", $name),
                     concat!("crossweft_one_shot_lines_", $name),
                     concat!("crossweft_two_shot_", $name),
                 ],
             },)*
+            Module {
+                name: HOP,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/hop.sm_80.ptx"),
+                entries: &[HOP_PACKETS, HOP_DIRECT],
+            },
             Module {
                 name: SCALE,
                 sm: 80,
@@ -86,6 +93,7 @@ macro_rules! modules {
                     Entries {
                         plan: concat!("crossweft_plan_", $name),
                         one_shot: concat!("crossweft_one_shot_", $name),
+                        one_shot_scatter: concat!("crossweft_one_shot_scatter_", $name),
                         one_shot_lines: concat!("crossweft_one_shot_lines_", $name),
                         two_shot: concat!("crossweft_two_shot_", $name),
                         scale: concat!("crossweft_scale_", $name),
@@ -115,6 +123,16 @@ modules! {
     F8E5M2, "f8e5m2";
 }
 
+/// Name of the module that moves blocks.
+const HOP: &str = "hop";
+
+/// Entry of the [`hop_module`] that sends blocks as packets. Takes a [`Hop`] by value; the grid has one block for each
+/// of the plan's, with a thread for each channel at least.
+pub const HOP_PACKETS: &str = "crossweft_hop_packets";
+
+/// The same straight between buffers.
+pub const HOP_DIRECT: &str = "crossweft_hop_direct";
+
 /// Name of the module that multiplies elements.
 const SCALE: &str = "scale";
 
@@ -136,7 +154,9 @@ pub struct Entries {
     /// Runs a one-shot plan in one piece: takes a [`OneShot`] by value; the grid has one block for each of the
     /// plan's.
     pub one_shot: &'static str,
-    /// The same with lines instead of packets: on all ranks or none, where the machine keeps them whole
+    /// The same where each rank gets a block of every input: takes a [`OneShotScatter`] by value.
+    pub one_shot_scatter: &'static str,
+    /// As `one_shot`, with lines instead of packets: on all ranks or none, where the machine keeps them whole
     /// ([`crossweft_device::gpu::lines`]). Blocks have whole warps, and shares are multiples of its `PAIR_PAYLOAD`.
     pub one_shot_lines: &'static str,
     /// Runs a two-shot plan in one piece: takes a [`TwoShot`] by value; the grid has one block for each of the
@@ -154,6 +174,12 @@ pub const fn entries(dtype: DataType) -> Option<Entries> {
         Some((_, entries)) => Some(entries),
         None => None,
     }
+}
+
+/// The module that runs plans of any data type that move blocks and reduce nothing ([`HOP_PACKETS`], [`HOP_DIRECT`]).
+#[must_use]
+pub fn hop_module(sm: u32) -> Option<&'static Module> {
+    find(HOP, sm)
 }
 
 /// The module that multiplies elements of any data type by a scalar ([`Entries::scale`]).
@@ -225,7 +251,13 @@ mod tests {
         for dtype in DataType::ALL {
             let module = plan_module(dtype, 90).expect("a module");
             let of = entries(dtype).expect("entries");
-            let all = [of.plan, of.one_shot, of.one_shot_lines, of.two_shot];
+            let all = [
+                of.plan,
+                of.one_shot,
+                of.one_shot_scatter,
+                of.one_shot_lines,
+                of.two_shot,
+            ];
             assert_eq!(module.name, dtype.name());
             assert_eq!(module.entries, all);
             assert!(
@@ -240,7 +272,7 @@ mod tests {
             assert!(plan_module(dtype, MIN_SM).is_some());
             assert!(plan_module(dtype, MIN_SM - 1).is_none());
         }
-        assert_eq!(MODULES.len(), DataType::ALL.len() + 2);
+        assert_eq!(MODULES.len(), DataType::ALL.len() + 3);
     }
 
     #[test]
@@ -250,11 +282,17 @@ mod tests {
         for (entry, bytes) in [
             (entries.plan, size_of::<PlanLaunch>()),
             (entries.one_shot, size_of::<OneShot>()),
+            (entries.one_shot_scatter, size_of::<OneShotScatter>()),
             (entries.one_shot_lines, size_of::<OneShot>()),
             (entries.two_shot, size_of::<TwoShot>()),
         ] {
             let parameter = format!("{entry}_param_0[{bytes}]");
             assert!(module.ptx.contains(&parameter), "{parameter}");
+        }
+        let hops = hop_module(80).expect("a module");
+        for entry in hops.entries {
+            let parameter = format!("{entry}_param_0[{}]", size_of::<Hop>());
+            assert!(hops.ptx.contains(&parameter), "{parameter}");
         }
     }
 

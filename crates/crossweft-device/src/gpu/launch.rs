@@ -97,6 +97,58 @@ pub struct OneShot {
     pub peer: [u32; MAX_FUSED],
 }
 
+/// The same where each target gets a block of the input of its own; the launch's `input` is this rank's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct OneShotScatter {
+    /// The rest.
+    pub launch: OneShot,
+    /// What each target gets, aligned to 16 bytes.
+    pub origin: [u64; MAX_FUSED],
+}
+
+/// Moves that a [`Hop`] has room for: to all other ranks, and from all.
+pub const MAX_MOVES: usize = 2 * MAX_FUSED;
+
+/// The one parameter of the kernels that run a plan of one hop in one piece ([`super::fused::hop`]). Addresses are
+/// the device's, those of buffers aligned to 16 bytes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Hop {
+    /// Size of a block in bytes.
+    pub bytes: u64,
+    /// Bytes of a thread block's part, a multiple of 16.
+    pub step: u64,
+    /// What the launch begins and ends with.
+    pub counters: Counters,
+    /// How waits end.
+    pub context: GpuContext,
+    /// This rank's semaphores, block after block, `channels` each.
+    pub semaphores: u64,
+    /// Ranks that a thread block meets.
+    pub channels: u32,
+    /// Who tells whom what: bits of [`super::fused::hop`].
+    pub meets: u32,
+    /// Moves before the second meeting, or those that send packets.
+    pub first: u32,
+    /// Moves after it, or those that take what has come; together at most [`MAX_MOVES`].
+    pub second: u32,
+    /// Index in the plan of the first wait, for messages.
+    pub first_wait: u32,
+    /// Of the second.
+    pub second_wait: u32,
+    /// Of the first move that takes packets.
+    pub op_index: u32,
+    /// This rank.
+    pub rank: u32,
+    /// Where each move goes; packets in the first half.
+    pub target: [u64; MAX_MOVES],
+    /// Where it is from; packets in the first half.
+    pub source: [u64; MAX_MOVES],
+    /// Whose that is.
+    pub peer: [u32; MAX_MOVES],
+}
+
 /// The one parameter of the kernel that runs a two-shot plan in one piece ([`super::fused::two_shot`]).
 /// Addresses are the device's.
 #[repr(C)]
@@ -192,5 +244,7 @@ const _: () = assert!(
 );
 const _: () = assert!(size_of::<TwoShot>() == 128 + 2 * 8 * MAX_FUSED);
 const _: () = assert!(size_of::<OneShot>() == 112 + 2 * 8 * MAX_FUSED + 4 * MAX_FUSED);
+const _: () = assert!(size_of::<OneShotScatter>() == size_of::<OneShot>() + 8 * MAX_FUSED);
+const _: () = assert!(size_of::<Hop>() == 112 + 2 * 8 * MAX_MOVES + 4 * MAX_MOVES);
 // Kernel parameters end at 4 KiB.
 const _: () = assert!(size_of::<PlanLaunch>() <= 4096);

@@ -27,6 +27,7 @@ pub use amdgpu as machine;
 pub use nvptx as machine;
 
 pub use launch::{
-    GpuContext, MAX_FUSED, OneShot, OneShotLaunch, PlanLaunch, Scale, StatusRecord, TwoShot,
+    GpuContext, Hop, MAX_FUSED, MAX_MOVES, OneShot, OneShotLaunch, OneShotScatter, PlanLaunch,
+    Scale, StatusRecord, TwoShot,
 };
 pub use reduce::{GpuReducer, MAX_OPERANDS, TABLE_BYTES};

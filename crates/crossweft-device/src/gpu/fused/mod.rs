@@ -9,16 +9,18 @@
     reason = "words are taken apart into bytes"
 )]
 
+pub mod hop;
 pub mod one_shot;
 pub mod one_shot_lines;
 pub mod two_shot;
 
 use core::hint::cold_path;
 
-use super::packets::word;
+use super::packets::{flag_in, word};
 use crate::block::Block;
 use crate::executor::{Counters, STOPPED_EPOCH, advance, arrive, leave};
-use crate::packet::is_scrub_epoch;
+use crate::memory::Memory;
+use crate::packet::{PAYLOAD, WORD, is_scrub_epoch};
 use crate::wait::Stopped;
 
 use super::wide::{PIECE, Piece, load1, load16, store1, store16};
@@ -31,6 +33,8 @@ pub trait Tables {
     fn source(&self, k: u32) -> u64;
     /// The rank that source `k` is.
     fn peer(&self, k: u32) -> u32;
+    /// What goes to target `k`, where each gets something else.
+    fn origin(&self, k: u32) -> u64;
 }
 
 /// Whether a launch that found this epoch is to do anything.
@@ -84,6 +88,57 @@ unsafe fn depart<B: Block>(
         advance(block, counters, epoch, is_last);
     }
     Ok(())
+}
+
+/// Sends the piece at `at` of a message to the packet slot `to`.
+///
+/// # Safety
+/// The slot must have room for it.
+#[inline(always)]
+unsafe fn send_packets<B: Block>(block: &B, to: u64, at: u64, piece: Piece, flag: u32) {
+    let Piece { a, b, c, d } = piece;
+    let (memory, to) = (block.memory(), to + at * (WORD / PAYLOAD));
+    // SAFETY: the caller's promise.
+    unsafe {
+        memory.store_pair(to, [word(a, flag), word(b, flag)]);
+        memory.store_pair(to + 2 * WORD, [word(c, flag), word(d, flag)]);
+    }
+}
+
+/// The words of the piece at `at` in the packet slot `from`, of a message that has `left` bytes from there.
+///
+/// # Safety
+/// The slot must have room for it.
+#[inline(always)]
+unsafe fn read_packets<B: Block>(block: &B, from: u64, at: u64, left: u64, flag: u32) -> [u64; 4] {
+    let (memory, from) = (block.memory(), from + at * (WORD / PAYLOAD));
+    // SAFETY: the caller's promise.
+    let ([a, b], [c, d]) = unsafe { (memory.load_pair(from), memory.load_pair(from + 2 * WORD)) };
+    if left >= PIECE {
+        return [a, b, c, d];
+    }
+    cold_path();
+    // Words that the message does not reach have arrived.
+    let (words, none) = (left.div_ceil(PAYLOAD), word(0, flag));
+    [
+        a,
+        if words > 1 { b } else { none },
+        if words > 2 { c } else { none },
+        if words > 3 { d } else { none },
+    ]
+}
+
+/// A word that has not arrived, if there is one.
+#[inline(always)]
+fn late([a, b, c, d]: [u64; 4], flag: u32) -> Option<u64> {
+    let arrived = |word| flag_in(word) == flag;
+    match (arrived(a), arrived(b), arrived(c), arrived(d)) {
+        (true, true, true, true) => None,
+        (false, ..) => Some(a),
+        (_, false, ..) => Some(b),
+        (_, _, false, _) => Some(c),
+        _ => Some(d),
+    }
 }
 
 /// The first `left` bytes of a piece, or all of it; the rest is zero.

@@ -8,19 +8,19 @@
 
 use core::hint::cold_path;
 
-use super::{Tables, begins, counted, depart, load, min, store};
+use super::{Tables, begins, counted, depart, late, load, min, read_packets, send_packets, store};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
 use crate::gpu::OneShot;
-use crate::gpu::packets::{flag_in, word};
+use crate::gpu::packets::word;
 use crate::gpu::reduce::{Combine, GpuElement, Sum};
 use crate::gpu::wide::{PIECE, Piece};
-use crate::memory::Memory;
-use crate::packet::{PAYLOAD, WORD, flag_of};
+use crate::packet::flag_of;
 use crate::wait::{Site, Stopped, WaitKind, wait_for};
 
 /// Runs thread block `index` of a launch that found `epoch`; `launch` without its tables, which are in `tables`.
-/// Threads return as soon as they are done; any of them may bring the error.
+/// With `SCATTER` each target gets a block of the input of its own, [`origin`](Tables::origin), and this rank's is the launch's
+/// `input`; without, all get all of it. Threads return as soon as they are done; any of them may bring the error.
 ///
 /// # Errors
 /// [`Stopped`] when the wait hook ends the wait, as for
@@ -30,7 +30,7 @@ use crate::wait::{Site, Stopped, WaitKind, wait_for};
 /// `block` may be one that is ready behind a barrier. All addresses must be valid, buffers aligned to a [`Piece`]; as for
 /// [`run_block`](crate::executor::run_block).
 #[inline(always)]
-pub unsafe fn run<B: Block, E: GpuElement>(
+pub unsafe fn run<B: Block, E: GpuElement, const SCATTER: bool>(
     block: &B,
     launch: &OneShot,
     tables: &impl Tables,
@@ -40,8 +40,8 @@ pub unsafe fn run<B: Block, E: GpuElement>(
     unsafe {
         let at = (index, epoch);
         match launch.op {
-            ReduceOp::Sum => run_with::<B, E, _, false>(block, launch, tables, at, Sum),
-            other => run_with::<B, E, _, true>(block, launch, tables, at, other),
+            ReduceOp::Sum => run_with::<B, E, _, false, SCATTER>(block, launch, tables, at, Sum),
+            other => run_with::<B, E, _, true, SCATTER>(block, launch, tables, at, other),
         }
     }
 }
@@ -51,14 +51,19 @@ pub unsafe fn run<B: Block, E: GpuElement>(
 /// # Safety
 /// As for [`run`].
 #[inline(always)]
-unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
+unsafe fn run_with<
+    B: Block,
+    E: GpuElement,
+    C: Combine,
+    const DIVIDES: bool,
+    const SCATTER: bool,
+>(
     block: &B,
     launch: &OneShot,
     tables: &impl Tables,
     (index, epoch): (u32, u64),
     combine: C,
 ) -> Result<(), Stopped> {
-    let memory = block.memory();
     let OneShot {
         input,
         output,
@@ -78,26 +83,34 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
     // SAFETY: the caller's promise; every piece lies before `end`.
     unsafe {
         // The first piece is on its way while the epoch is.
+        let origin = |k| if SCATTER { tables.origin(k) } else { input };
         let mut next = Piece::default();
         if first < end {
-            next = load::<B>(input + first, end - first);
+            next = load::<B>(origin(0) + first, end - first);
         }
         let flag = flag_of(epoch, bytes);
         let half = (epoch & 1) * counters.packets_half;
         let mut mine = begins(epoch);
         let mut at = first;
         while at < end && mine.is_ok() {
-            let Piece { a, b, c, d } = next;
+            let mut piece = next;
             let here = at;
             at += stride;
-            if at < end {
+            if !SCATTER && at < end {
                 next = load::<B>(input + at, end - at);
             }
             let mut k = 0;
             while k < targets {
-                let to = tables.target(k) + half + here * (WORD / PAYLOAD);
-                memory.store_pair(to, [word(a, flag), word(b, flag)]);
-                memory.store_pair(to + 2 * WORD, [word(c, flag), word(d, flag)]);
+                if SCATTER {
+                    piece = next;
+                    // On its way while this one is sent.
+                    if k + 1 < targets {
+                        next = load::<B>(origin(k + 1) + here, end - here);
+                    } else if at < end {
+                        next = load::<B>(origin(0) + at, end - at);
+                    }
+                }
+                send_packets(block, tables.target(k) + half, here, piece, flag);
                 k += 1;
             }
         }
@@ -106,28 +119,14 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
         let is_last = counted(block, counters, epoch, mine);
         at = first;
         while at < end && mine.is_ok() {
-            let whole = end - at >= PIECE;
-            let none = word(0, flag);
+            let left = end - at;
             let look = |k: u32| {
                 let source = tables.source(k);
                 if source == 0 {
-                    let Piece { a, b, c, d } = load::<B>(input + at, end - at);
+                    let Piece { a, b, c, d } = load::<B>(input + at, left);
                     return [word(a, flag), word(b, flag), word(c, flag), word(d, flag)];
                 }
-                let from = source + half + at * (WORD / PAYLOAD);
-                let ([a, b], [c, d]) = (memory.load_pair(from), memory.load_pair(from + 2 * WORD));
-                if whole {
-                    return [a, b, c, d];
-                }
-                cold_path();
-                // Words that the message does not reach have arrived.
-                let words = (end - at).div_ceil(PAYLOAD);
-                [
-                    a,
-                    if words > 1 { b } else { none },
-                    if words > 2 { c } else { none },
-                    if words > 3 { d } else { none },
-                ]
+                read_packets(block, source + half, at, left, flag)
             };
             let mut lanes = E::unpack(Piece::default());
             let mut k = 0;
@@ -177,18 +176,5 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
             at += stride;
         }
         depart(block, counters, (index, epoch), mine, is_last)
-    }
-}
-
-/// A word that has not arrived, if there is one.
-#[inline(always)]
-fn late([a, b, c, d]: [u64; 4], flag: u32) -> Option<u64> {
-    let arrived = |word| flag_in(word) == flag;
-    match (arrived(a), arrived(b), arrived(c), arrived(d)) {
-        (true, true, true, true) => None,
-        (false, ..) => Some(a),
-        (_, false, ..) => Some(b),
-        (_, _, false, _) => Some(c),
-        _ => Some(d),
     }
 }

@@ -136,30 +136,53 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const SUM: bool>(
     // SAFETY: the caller's promise; every piece lies before `end`, and is read from everybody before it is
     // written to anybody.
     unsafe {
-        // Links are long: two pieces of a source are on their way at once, and those of the next.
-        while SUM && at + stride + PIECE <= end {
-            let two = |k: u32| {
-                let from = tables.source(k) + at;
-                (load16(from), load16(from + stride))
-            };
-            let mut next = two(0);
+        // Links are long: four pieces of a source are on their way at once, and those of the next; of bytes, which are summed
+        // as words four times their size, that is more than there are registers.
+        while SUM && size_of::<E>() > 1 && at + 3 * stride + PIECE <= end {
+            let near = |k: u32| two(tables.source(k) + at, stride);
+            let far = |k: u32| two(tables.source(k) + at + 2 * stride, stride);
+            let mut next = (near(0), far(0));
             let zero = E::unpack(Piece::default());
-            let mut lanes = (zero, zero);
+            let mut lanes = ((zero, zero), (zero, zero));
             let mut k = 0;
             while k < sources {
                 let (a, b) = next;
                 if k + 1 < sources {
-                    next = two(k + 1);
+                    next = (near(k + 1), far(k + 1));
                 }
-                let now = (E::unpack(a), E::unpack(b));
-                lanes = if k == 0 {
-                    now
-                } else {
-                    (
-                        combine.combine::<E>(lanes.0, now.0),
-                        combine.combine::<E>(lanes.1, now.1),
-                    )
-                };
+                let is_first = k == 0;
+                lanes = (
+                    add::<E, C>(combine, lanes.0, a, is_first),
+                    add::<E, C>(combine, lanes.1, b, is_first),
+                );
+                k += 1;
+            }
+            let ((l0, l1), (l2, l3)) = lanes;
+            let (a, b, c, d) = (finish(l0), finish(l1), finish(l2), finish(l3));
+            let mut k = 0;
+            while k < targets {
+                let to = tables.target(k) + at;
+                store16(to, a);
+                store16(to + stride, b);
+                store16(to + 2 * stride, c);
+                store16(to + 3 * stride, d);
+                k += 1;
+            }
+            at += 4 * stride;
+        }
+        // Two, of what is left.
+        while SUM && at + stride + PIECE <= end {
+            let near = |k: u32| two(tables.source(k) + at, stride);
+            let mut next = near(0);
+            let zero = E::unpack(Piece::default());
+            let mut lanes = (zero, zero);
+            let mut k = 0;
+            while k < sources {
+                let now = next;
+                if k + 1 < sources {
+                    next = near(k + 1);
+                }
+                lanes = add::<E, C>(combine, lanes, now, k == 0);
                 k += 1;
             }
             let (a, b) = (finish(lanes.0), finish(lanes.1));
@@ -197,4 +220,30 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const SUM: bool>(
             at += stride;
         }
     }
+}
+
+/// # Safety
+/// Both pieces must be aligned and valid.
+#[inline(always)]
+unsafe fn two(from: u64, stride: u64) -> (Piece, Piece) {
+    // SAFETY: the caller's promise.
+    unsafe { (load16(from), load16(from + stride)) }
+}
+
+/// Two pieces more of a sum, or the first.
+#[inline(always)]
+fn add<E: GpuElement, C: Combine>(
+    combine: C,
+    lanes: (E::Lanes, E::Lanes),
+    (a, b): (Piece, Piece),
+    is_first: bool,
+) -> (E::Lanes, E::Lanes) {
+    let now = (E::unpack(a), E::unpack(b));
+    if is_first {
+        return now;
+    }
+    (
+        combine.combine::<E>(lanes.0, now.0),
+        combine.combine::<E>(lanes.1, now.1),
+    )
 }
