@@ -36,9 +36,13 @@
 //   wait, poll (if true)         acquire, system       what the signal's sender did before it
 //   relaxedSignal, relaxedWait   none                  execution order only
 //   putPackets, unpackPackets    none is needed        data and flag are one 8-byte word
+//   putLines, unpackLines        none is needed        data and flag are one line of 128 bytes
 //   Fifo::push, PortChannel's    release, system       what this thread did before, for the proxy
 //   sync, flush                  acquire, system       what the proxy did before
 //   Block::sync                  the block's barrier   what all threads of the block did before
+//
+// putBulk and getBulk are plain memory access, too: what crosses between them and the copy engine's
+// own way to memory is fenced inside.
 //
 // A signal covers the other threads of its block too if a block barrier stands between, and a wait
 // covers them likewise if they go on behind a barrier after it.
@@ -154,6 +158,9 @@ CROSSWEFT_DEVICE bool barrierOr(bool mine) {
   return any != 0;
 }
 
+// Whether any thread of a warp brings `mine`; all of its threads call it, and go on side by side.
+CROSSWEFT_DEVICE bool anyInWarp(bool mine) { return __any_sync(0xffffffffu, mine) != 0; }
+
 // Plain accesses. Written out, because the compiler may take what it knows of a pointer's type or
 // origin for a promise that nobody else writes.
 struct alignas(16) Piece {
@@ -207,6 +214,67 @@ CROSSWEFT_DEVICE void set(u64 address, u8 value) {
   const u32 wide = value;
   asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(wide) : "memory");
 }
+
+// The copy engine of a multiprocessor (TMA). Shared memory is named by its own addresses.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// Orders what this thread reached by loads and stores, or saw by an acquire, and what the engine
+// reaches: it has a way of its own to memory, the async proxy.
+CROSSWEFT_DEVICE void fenceProxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// Orders what the engine has stored and what this thread does next.
+CROSSWEFT_DEVICE void fenceStored() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+CROSSWEFT_DEVICE void initBarrier(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+CROSSWEFT_DEVICE void endBarrier(u32 barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Asks for `bytes` bytes at `src` to come to shared memory at `to`; `barrier` completes a turn then.
+CROSSWEFT_DEVICE void bulkLoad(u32 to, u64 src, u32 bytes, u32 barrier) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(to), "l"(src), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Whether `turn`, 0 or 1, is complete; waits for some time itself, for memory and for nobody else.
+CROSSWEFT_DEVICE bool isComplete(u32 barrier, u32 turn) {
+  u32 done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(turn)
+      : "memory");
+  return done != 0;
+}
+
+// Asks for `bytes` bytes of shared memory at `from` to go to `dst`.
+CROSSWEFT_DEVICE void bulkStore(u64 dst, u32 from, u32 bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(dst),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+
+// Waits until all but the last `Count` of these have been read, or, of all, are where they belong.
+template <u32 Count>
+CROSSWEFT_DEVICE void bulkKeep() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Count) : "memory");
+}
+
+CROSSWEFT_DEVICE void bulkStored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+#endif  // __CUDA_ARCH__ >= 900
 
 #endif  // !defined(CROSSWEFT_HOST_TEST)
 
@@ -378,6 +446,26 @@ class Block {
     return mismatch ? Status::Mismatch : deadline ? Status::Deadline : Status::Aborted;
   }
 
+  // Warp: as `waitFor`, until `done` holds on all threads of a warp, which look together; all of
+  // them call it. Who has nothing to wait for has a `done` that holds.
+  template <class Load, class Done>
+  [[nodiscard]] CROSSWEFT_DEVICE Status waitForWarp(const Site& site, u64 expected, Load load,
+                                                    Done done) const {
+    for (u32 spins = 0;;) {
+      const u64 seen = load();
+      const bool late = !done(seen);
+      if (!ptx::anyInWarp(late)) return Status::Ok;
+      if (spins % PATIENCE == PATIENCE - 1) {
+        const Status stopped = late ? look(site.kind, expected, seen) : Status::Ok;
+        if (stopped != Status::Ok) report(stopped, Waiting{site, spins, expected, seen});
+        if (ptx::anyInWarp(stopped != Status::Ok)) {
+          return stopped != Status::Ok ? stopped : Status::Aborted;
+        }
+      }
+      spins += spins != ~0u;
+    }
+  }
+
   // Any thread: looks at `load()` until `done` of it holds, or the wait must end. For waits of
   // your own; `expected` is for the error message. Returns at once if it holds already.
   template <class Load, class Done>
@@ -495,6 +583,120 @@ CROSSWEFT_DEVICE void copy(u64 dst, u64 src, u64 bytes, u32 thread, u32 threads)
     ptx::get(src + at, value);
     ptx::set(dst + at, value);
   }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Bulk copies: one thread asks for kilobytes at a time, which the multiprocessor's own copy engine
+// (TMA, from compute capability 9.0 on) brings into shared memory and takes out again.
+
+// Buffers that a stage is divided into, and what it, and they, are aligned to.
+constexpr u32 BULK_BUFFERS = 8;
+constexpr u32 BULK_ALIGNMENT = 128;
+
+// Shared memory of a block that bulk copies go through. What it held is lost.
+struct Stage {
+  // `memory` is aligned to BULK_ALIGNMENT; it takes some tens of KiB to keep memory busy, of which
+  // the first BULK_ALIGNMENT bytes are for the stage's own use.
+  CROSSWEFT_DEVICE Stage(void* memory, u32 bytes) : memory(memory), bytes(bytes) {}
+
+  CROSSWEFT_DEVICE u32 bufferBytes() const {
+    const u32 whole = bytes < BULK_ALIGNMENT ? 0 : bytes - BULK_ALIGNMENT;
+    return whole / BULK_BUFFERS / BULK_ALIGNMENT * BULK_ALIGNMENT;
+  }
+
+#if defined(__CUDA_ARCH__)
+  // Where buffer `k` says that it is full; the first is where the stage begins in shared memory.
+  CROSSWEFT_DEVICE u32 barrier(u32 k) const {
+    return static_cast<u32>(__cvta_generic_to_shared(memory)) + k * 8;
+  }
+#endif
+
+  void* memory;
+  u32 bytes;
+};
+
+namespace detail {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// One thread: copies through all buffers, whose barriers are ready, round and round. Addresses and `bytes`, which is not 0,
+// are multiples of 16.
+CROSSWEFT_DEVICE void pump(const Stage& stage, u64 dst, u64 src, u64 bytes) {
+  constexpr u32 KEPT = 2;
+  constexpr u64 LEAST = 2048;
+  // All buffers have something to do.
+  const u64 share = (bytes + BULK_BUFFERS - 1) / BULK_BUFFERS;
+  const u64 even = (share + BULK_ALIGNMENT - 1) / BULK_ALIGNMENT * BULK_ALIGNMENT;
+  const u64 wanted = even < LEAST ? LEAST : even;
+  const u32 most = stage.bufferBytes();
+  const u32 size = wanted < most ? static_cast<u32>(wanted) : most;
+  const auto barrier = [&](u32 k) { return stage.barrier(k); };
+  const auto buffer = [&](u32 k) { return stage.barrier(0) + BULK_ALIGNMENT + k * size; };
+  u64 from = 0;
+  u32 next = 0;
+  const auto ask = [&] {
+    const u32 part = bytes - from < size ? static_cast<u32>(bytes - from) : size;
+    ptx::bulkLoad(buffer(next), src + from, part, barrier(next));
+    from += part;
+    next = next + 1 == BULK_BUFFERS ? 0 : next + 1;
+  };
+  for (u32 k = 0; k < BULK_BUFFERS - KEPT && from < bytes; k++) ask();
+  u32 current = 0, turn = 0;
+  for (u64 to = 0; to < bytes;) {
+    while (!ptx::isComplete(barrier(current), turn)) {
+    }
+    const u32 part = bytes - to < size ? static_cast<u32>(bytes - to) : size;
+    ptx::bulkStore(dst + to, buffer(current), part);
+    to += part;
+    if (++current == BULK_BUFFERS) {
+      current = 0;
+      turn ^= 1;
+    }
+    if (from < bytes) {
+      // What is asked for next takes the place of what was stored before the last ones.
+      ptx::bulkKeep<KEPT>();
+      ask();
+    }
+  }
+  ptx::bulkStored();
+  ptx::fenceStored();
+  for (u32 k = 0; k < BULK_BUFFERS; k++) ptx::endBarrier(barrier(k));
+}
+
+#endif
+
+}  // namespace detail
+
+// Threads, all of the block: `copy`, through `stage`, which all give alike. Begins with a block
+// barrier, and ends, as `copy`, with none. Before compute capability 9.0, or where the addresses are
+// not alike to 16 bytes, it is `copy`.
+CROSSWEFT_DEVICE void copyBulk(const Stage& stage, u64 dst, u64 src, u64 bytes, u32 thread,
+                               u32 threads) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const u64 before = (~dst + 1) & 15;
+  const u64 head = before < bytes ? before : bytes;
+  const u64 whole = (bytes - head) / 16 * 16;
+  if (whole != 0 && stage.bufferBytes() != 0 && ((dst ^ src) & 15) == 0) {
+    if (dst == src) return;
+    if (thread == 0) {
+      for (u32 k = 0; k < BULK_BUFFERS; k++) ptx::initBarrier(stage.barrier(k));
+    }
+    // What any thread wrote, or saw, before is there for the engine.
+    ptx::fenceProxies();
+    ptx::barrierOr(false);
+    for (u64 i = thread; i < bytes - whole; i += threads) {
+      const u64 at = i < head ? i : i + whole;
+      u8 value;
+      ptx::get(src + at, value);
+      ptx::set(dst + at, value);
+    }
+    if (thread == 0) detail::pump(stage, dst + head, src + head, whole);
+    return;
+  }
+#else
+  (void)stage;
+#endif
+  copy(dst, src, bytes, thread, threads);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -698,6 +900,139 @@ template <class Packet = LL16Packet>
 }
 
 // ------------------------------------------------------------------------------------------------
+// Lines: packets of 128 bytes, of which 120 are payload, that lanes of a warp write and read
+// together. They come in pairs: 240 bytes of payload in 256. Only where the machine keeps what one
+// instruction of a warp stores in a line together, which the host knows (`Endpoint::keeps_lines` in
+// Rust): GPUs of one kind, one and the same or joined by NVLink. Memory for lines is zero at first
+// and never holds packets.
+
+// Bytes of a line and of a pair of lines, the payload of a pair, and the lanes that have one.
+constexpr u64 LINE = 128;
+constexpr u64 LINE_PAIR = 256;
+constexpr u64 LINE_PAIR_PAYLOAD = 240;
+constexpr u32 LINE_LANES = 8;
+
+namespace detail {
+
+// Sixteen bytes, the first in the lowest bits of `low`.
+struct Words {
+  u64 low, high;
+};
+
+// The first `count` bytes of sixteen at any address, the rest zero.
+CROSSWEFT_DEVICE Words loadPiece(u64 address, u64 count) {
+  Words words{0, 0};
+  if (count == 16 && address % 16 == 0) {
+    ptx::Piece piece;
+    ptx::get(address, piece);
+    return {piece.a | static_cast<u64>(piece.b) << 32, piece.c | static_cast<u64>(piece.d) << 32};
+  }
+  // From the last to the first, each moving up those that were there.
+  for (u64 k = count; k > 0; k--) {
+    u8 byte;
+    ptx::get(address + k - 1, byte);
+    words.high = words.high << 8 | words.low >> 56;
+    words.low = words.low << 8 | byte;
+  }
+  return words;
+}
+
+CROSSWEFT_DEVICE void storePiece(u64 address, Words words, u64 count) {
+  if (count == 16 && address % 16 == 0) {
+    const auto half = [](u64 word, u32 k) { return static_cast<u32>(word >> (32 * k)); };
+    ptx::set(address, ptx::Piece{half(words.low, 0), half(words.low, 1), half(words.high, 0),
+                                 half(words.high, 1)});
+    return;
+  }
+  for (u64 k = 0; k < count; k++) {
+    ptx::set(address + k, static_cast<u8>(words.low));
+    words.low = words.low >> 8 | words.high << 56;
+    words.high >>= 8;
+  }
+}
+
+// A lane's part of pair `pair` of a message of `bytes` bytes: two pieces, at `near` and at `far`,
+// of which so many bytes are there. The last lane has a flag where the others have the far one.
+struct LinePart {
+  u64 near, nearBytes, far, farBytes;
+
+  CROSSWEFT_DEVICE LinePart(u64 pair, u32 lane, u64 bytes)
+      : near(pair * LINE_PAIR_PAYLOAD + lane * 16),
+        nearBytes(part(near, bytes)),
+        far(near + LINE_LANES * 16),
+        farBytes(lane == LINE_LANES - 1 ? 0 : part(far, bytes)) {}
+
+ private:
+  static CROSSWEFT_DEVICE u64 part(u64 at, u64 bytes) {
+    const u64 left = bytes > at ? bytes - at : 0;
+    return left < 16 ? left : 16;
+  }
+};
+
+}  // namespace detail
+
+// Threads, whole warps: sends `bytes` bytes from `src`, of any alignment, as lines to `lines`, which
+// is aligned to LINE. `flag` is not 0.
+CROSSWEFT_DEVICE void copyToLines(u64 lines, u64 src, u64 bytes, u32 thread, u32 threads,
+                                  u32 flag) {
+  const u32 lane = thread % LINE_LANES;
+  const bool isLast = lane == LINE_LANES - 1;
+  const u64 flags = flag | static_cast<u64>(~flag) << 32;
+  for (u64 first = thread / 32 * (32 / LINE_LANES); first * LINE_PAIR_PAYLOAD < bytes;
+       first += threads / LINE_LANES) {
+    const u64 pair = first + thread % 32 / LINE_LANES;
+    const detail::LinePart part(pair, lane, bytes);
+    const detail::Words near = detail::loadPiece(src + part.near, part.nearBytes);
+    const detail::Words far = detail::loadPiece(src + part.far, part.farBytes);
+    const u64 at = lines + pair * LINE_PAIR + lane * 16;
+    // Lanes choose values, not instructions, and come here together: a line is stored by one.
+    ptx::anyInWarp(false);
+    if (pair * LINE_PAIR_PAYLOAD < bytes) {
+      ptx::storePair(at, near.low, isLast ? flags : near.high);
+      ptx::storePair(at + LINE, isLast ? near.high : far.low, isLast ? flags : far.high);
+    }
+  }
+}
+
+// Threads, whole warps: waits for the lines of `bytes` bytes at `lines`, aligned to LINE, and copies
+// them to `dst`, of any alignment. Each thread learns of its own warp's share only: agree by
+// `Block::sync` before others' data is used. After a bad status `dst` is partly written.
+[[nodiscard]] CROSSWEFT_DEVICE Status copyFromLines(const Block& block, const Site& site, u64 dst,
+                                                    u64 lines, u64 bytes, u32 thread, u32 threads,
+                                                    u32 flag) {
+  const u32 lane = thread % LINE_LANES;
+  const bool isLast = lane == LINE_LANES - 1;
+  const u64 flags = flag | static_cast<u64>(~flag) << 32;
+  for (u64 first = thread / 32 * (32 / LINE_LANES); first * LINE_PAIR_PAYLOAD < bytes;
+       first += threads / LINE_LANES) {
+    const u64 pair = first + thread % 32 / LINE_LANES;
+    const detail::LinePart part(pair, lane, bytes);
+    const bool isActive = pair * LINE_PAIR_PAYLOAD < bytes;
+    const u64 at = lines + pair * LINE_PAIR + lane * 16;
+    u64 a0 = 0, a1 = 0, b0 = 0, b1 = 0;
+    // Only the last lane sees flags; the others' data is of the same load.
+    const auto load = [&]() -> u64 {
+      ptx::anyInWarp(false);
+      if (isActive) {
+        ptx::loadPair(at, a0, a1);
+        ptx::loadPair(at + LINE, b0, b1);
+      }
+      if (!isActive || !isLast) return flag;
+      const u64 late = a1 == flags ? b1 : a1;
+      if (late == flags) return flag;
+      // Not the flag, even if half of it is.
+      return static_cast<u32>(late) == flag ? ~0ull : static_cast<u32>(late);
+    };
+    const auto done = [=](u64 seen) { return seen == flag; };
+    const Status status = block.waitForWarp(site, flag, load, done);
+    if (status != Status::Ok) return status;
+    detail::storePiece(dst + part.near, {a0, isLast ? b0 : a1}, part.nearBytes);
+    detail::storePiece(dst + part.far, {b0, b1}, part.farBytes);
+  }
+  return Status::Ok;
+}
+
+// ------------------------------------------------------------------------------------------------
 // Semaphores
 
 // One rank's end of a pair: a counter that the peer adds to and this rank waits on.
@@ -785,6 +1120,18 @@ struct MemoryChannel {
     get(offset, offset, bytes, thread, threads);
   }
 
+  // Threads, all of the block: `put` and `get` through `stage`, shared memory of the block, by the
+  // copy engine of GPUs that have one. See `copyBulk`.
+  CROSSWEFT_DEVICE void putBulk(const Stage& stage, u64 dstOffset, u64 srcOffset, u64 bytes,
+                                u32 thread, u32 threads) const {
+    copyBulk(stage, remote + dstOffset, local + srcOffset, bytes, thread, threads);
+  }
+
+  CROSSWEFT_DEVICE void getBulk(const Stage& stage, u64 dstOffset, u64 srcOffset, u64 bytes,
+                                u32 thread, u32 threads) const {
+    copyBulk(stage, local + dstOffset, remote + srcOffset, bytes, thread, threads);
+  }
+
   // Any thread: element `index` of remote memory as an array of `T` of 1, 2, 4, 8 or 16 bytes.
   template <class T>
   CROSSWEFT_DEVICE T read(u64 index) const {
@@ -825,6 +1172,26 @@ struct MemoryChannel {
                                                      typename Packet::Payload& value) const {
     const u64 from = packets + index * sizeof(Packet);
     return reinterpret_cast<const Packet*>(from)->read(block, packetSite(), flag, value);
+  }
+
+  // Threads, whole warps: sends `bytes` bytes of local memory as lines, where the machine keeps
+  // them whole. `dstOffset` counts payload bytes and is a multiple of LINE_PAIR_PAYLOAD, which take
+  // LINE_PAIR bytes of the peer's packet memory; that is aligned to LINE.
+  CROSSWEFT_DEVICE void putLines(u64 dstOffset, u64 srcOffset, u64 bytes, u32 thread, u32 threads,
+                                 u32 flag) const {
+    const u64 to = remote + dstOffset / LINE_PAIR_PAYLOAD * LINE_PAIR;
+    copyToLines(to, local + srcOffset, bytes, thread, threads, flag);
+  }
+
+  // Threads, whole warps: waits for the lines of `bytes` bytes at payload byte `srcOffset`, such a
+  // multiple, of this rank's packet memory and copies them to local memory. Follow it by
+  // `Block::sync`.
+  [[nodiscard]] CROSSWEFT_DEVICE Status unpackLines(const Block& block, u64 dstOffset,
+                                                    u64 srcOffset, u64 bytes, u32 thread,
+                                                    u32 threads, u32 flag) const {
+    const u64 from = packets + srcOffset / LINE_PAIR_PAYLOAD * LINE_PAIR;
+    return copyFromLines(block, packetSite(), local + dstOffset, from, bytes, thread, threads,
+                         flag);
   }
 
   // As Semaphore's, which see.
@@ -1188,6 +1555,10 @@ static_assert(PACKET_PAYLOAD == 4);
 static_assert(PACKET_WORD == 8);
 static_assert(MAX_ID == 1048576);
 static_assert(TRIGGER_BYTES == 32);
+static_assert(LINE == 128);
+static_assert(LINE_PAIR == 256);
+static_assert(LINE_PAIR_PAYLOAD == 240);
+static_assert(LINE_LANES == 8);
 static_assert(flagOf(1, 0) == 1u);
 static_assert(flagOf(1, 8) == 4054843393u);
 static_assert(flagOf(7, 4096) == 2005925895u);

@@ -46,6 +46,23 @@ extern "C" __global__ void __launch_bounds__(256)
   if (channel.relaxedWait(block, 1) != Status::Ok) return;
 }
 
+extern "C" __global__ void __launch_bounds__(256)
+    lines(MemoryChannel channel, GpuContext context, u64 bytes, u32 flag) {
+  Block block(context, 0);
+  const u32 thread = threadIdx.x, threads = blockDim.x;
+  channel.putLines(LINE_PAIR_PAYLOAD, 3, bytes, thread, threads, flag);
+  const Status mine = channel.unpackLines(block, 5, 0, bytes, thread, threads, flag);
+  if (block.sync(mine) != Status::Ok) return;
+}
+
+extern "C" __global__ void __launch_bounds__(256) bulk(MemoryChannel channel, u64 bytes) {
+  __shared__ alignas(BULK_ALIGNMENT) u8 memory[BULK_ALIGNMENT + BULK_BUFFERS * 2048];
+  const Stage stage(memory, sizeof(memory));
+  channel.putBulk(stage, 0, 16, bytes, threadIdx.x, blockDim.x);
+  __syncthreads();
+  channel.getBulk(stage, 16, 0, bytes, threadIdx.x, blockDim.x);
+}
+
 extern "C" __global__ void __launch_bounds__(256) packets(LL8Packet* small, LL16Packet* large) {
   u32 one;
   uint2 two;

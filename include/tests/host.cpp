@@ -93,6 +93,9 @@ inline bool barrierOr(bool mine) {
   return any;
 }
 
+// Threads of a host do not write a line together: lines are not run here.
+bool anyInWarp(bool mine);
+
 struct alignas(16) Piece {
   unsigned a, b, c, d;
 };

@@ -122,6 +122,31 @@ extern "C" __global__ void __launch_bounds__(256)
   if (block.sync(mine) != Status::Ok) return;
 }
 
+// As `interop_put`, in bulk.
+extern "C" __global__ void __launch_bounds__(256)
+    interop_put_bulk(MemoryChannel channel, u64 dstOffset, u64 srcOffset, u64 bytes) {
+  __shared__ alignas(BULK_ALIGNMENT) u8 memory[BULK_ALIGNMENT + BULK_BUFFERS * 4096];
+  const u64 share = (bytes + gridDim.x - 1) / gridDim.x;
+  const u64 begin = share * blockIdx.x < bytes ? share * blockIdx.x : bytes;
+  const u64 size = bytes - begin < share ? bytes - begin : share;
+  channel.putBulk(Stage(memory, sizeof(memory)), dstOffset + begin, srcOffset + begin, size,
+                  threadIdx.x, blockDim.x);
+  __syncthreads();
+  if (threadIdx.x == 0) channel.signal();
+}
+
+// As `crossweft_exchange_lines`, with one block: sends `bytes` bytes at the beginning of local memory
+// as lines, and unpacks as many from the peer to `dstOffset`.
+extern "C" __global__ void __launch_bounds__(256)
+    interop_lines(MemoryChannel channel, u64 dstOffset, u64 bytes, u32 flag, u32 rank,
+                  GpuContext context) {
+  Block block(context, rank);
+  const u32 thread = threadIdx.x, threads = blockDim.x;
+  channel.putLines(0, 0, bytes, thread, threads, flag);
+  const Status mine = channel.unpackLines(block, dstOffset, 0, bytes, thread, threads, flag);
+  if (block.sync(mine) != Status::Ok) return;
+}
+
 // Sends `count` pieces of `bytes` bytes through the proxy, with a signal each, and flushes; then
 // waits for as many from the peer.
 extern "C" __global__ void __launch_bounds__(32)

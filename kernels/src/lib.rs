@@ -1,5 +1,6 @@
-//! Kernel entry points. One module of PTX for each data type, one for moves, one for pre-multiplication, and one for tests and measurements:
-//! `cargo xtask kernels` compiles this crate once for each, with `--cfg module="..."`.
+//! Kernel entry points: one module of PTX for each data type, one more of exchanges for each, some for what all types have in
+//! common, and two for tests and measurements. `cargo xtask kernels` compiles this crate once for each,
+//! with `--cfg module="..."` and, for what several modules have, `--cfg family="..."`.
 #![no_std]
 #![feature(abi_gpu_kernel)]
 #![cfg_attr(target_arch = "nvptx64", feature(asm_experimental_arch))]
@@ -8,13 +9,18 @@
     reason = "structures by value, whose layout the host's side knows"
 )]
 
-#[cfg(module = "bench")]
+#[cfg(family = "bench")]
 mod bench;
-#[cfg(not(any(module = "bench", module = "scale")))]
+#[cfg(family = "channel")]
+mod channel;
+#[cfg(family = "exchange")]
+mod exchange;
+#[cfg(any(family = "hop", family = "plan"))]
 mod fused;
-#[cfg(not(any(module = "bench", module = "hop", module = "scale")))]
+#[cfg(family = "plan")]
 mod plan;
-#[cfg(module = "scale")]
+#[cfg(family = "scale")]
 mod scale;
-#[cfg(not(module = "scale"))]
+#[cfg(not(family = "scale"))]
+#[allow(dead_code, reason = "each module of PTX uses some of it")]
 mod shared;

@@ -3,11 +3,19 @@
 #[cfg(target_arch = "nvptx64")]
 use core::arch::{asm, global_asm};
 
+#[cfg(family = "exchange")]
+use crossweft_device::exchange::{BOARD, Transfer};
+#[cfg(not(family = "exchange"))]
 use crossweft_device::executor::{STOPPED_EPOCH, Start};
 use crossweft_device::gpu::block::{BlockState, Shared};
 #[cfg(target_arch = "amdgpu")]
 use crossweft_device::gpu::machine;
-use crossweft_device::gpu::{PlanLaunch, TABLE_BYTES};
+#[cfg(family = "exchange")]
+use crossweft_device::gpu::{ExchangeLaunch, MAX_CHAINS};
+#[cfg(not(family = "exchange"))]
+use crossweft_device::gpu::{PlanLaunch};
+use crossweft_device::gpu::TABLE_BYTES;
+#[cfg(not(family = "exchange"))]
 use crossweft_device::{Memory, Raw};
 
 /// Areas with names, whose addresses are asked for.
@@ -68,31 +76,71 @@ macro_rules! areas {
 #[repr(C, align(16))]
 struct Area<const BYTES: usize>([u8; BYTES]);
 
+#[cfg(family = "exchange")]
 areas! {
     /// A reduction's operands.
-    #[cfg_attr(module = "hop", allow(dead_code))]
+    table, "crossweft_table", TABLE_BYTES;
+    /// An [`ExchangeLaunch`].
+    launch, "crossweft_launch", size_of::<ExchangeLaunch>();
+    /// The transfers under way.
+    chains, "crossweft_chains", MAX_CHAINS as usize * size_of::<Transfer>();
+    /// What thread 0 has found to do.
+    board, "crossweft_board", BOARD as usize;
+    /// A [`BlockState`].
+    state, "crossweft_state", size_of::<BlockState>();
+}
+
+#[cfg(not(family = "exchange"))]
+areas! {
+    /// A reduction's operands.
     table, "crossweft_table", TABLE_BYTES;
     /// A [`PlanLaunch`].
-    #[cfg_attr(any(module = "bench", module = "hop"), allow(dead_code))]
     plan, "crossweft_plan", size_of::<PlanLaunch>();
     /// A [`Start`].
-    #[cfg_attr(any(module = "bench", module = "hop"), allow(dead_code))]
     start, "crossweft_start", size_of::<Start>();
     /// A block's part of a plan's tables.
-    #[cfg_attr(any(module = "bench", module = "hop"), allow(dead_code))]
     stage, "crossweft_stage", STAGE_BYTES;
     /// A [`BlockState`].
     state, "crossweft_state", size_of::<BlockState>();
 }
 
+/// Where the shared memory begins that a launch has asked for, beside the above; `None` where all of it is such.
+#[cfg(all(module = "channel", target_arch = "nvptx64"))]
+#[inline(always)]
+pub(crate) fn launched() -> Option<u64> {
+    let address;
+    // SAFETY: computes an address.
+    unsafe {
+        asm!(
+            "{{",
+            ".reg .b64 %shared;",
+            "mov.b64 %shared, crossweft_launched;",
+            "cvta.shared.u64 {address}, %shared;",
+            "}}",
+            address = out(reg64) address,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    Some(address)
+}
+
+#[cfg(all(module = "channel", target_arch = "nvptx64"))]
+global_asm!(".extern .shared .align 128 .b8 crossweft_launched[];");
+
+#[cfg(all(module = "channel", target_arch = "amdgpu"))]
+pub(crate) const fn launched() -> Option<u64> {
+    None
+}
+
 /// Enough for some ten operations between eight ranks.
+#[cfg(not(family = "exchange"))]
 pub(crate) const STAGE_BYTES: usize = 4096;
 
 /// Ends what is launched behind this kernel, which was stopped; `epoch` is its rank's.
 ///
 /// # Safety
 /// The address must be valid.
-#[cfg_attr(any(module = "bench", module = "hop"), allow(dead_code))]
+#[cfg(not(family = "exchange"))]
 #[inline(always)]
 pub(crate) unsafe fn stop(epoch: u64) {
     // SAFETY: the caller's promise. Every thread that is stopped writes the same.

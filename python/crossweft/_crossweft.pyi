@@ -221,8 +221,12 @@ class MessageGroup:
         """Adds a message to ``peer``. The tensor must stay as it is until the group has run."""
     def recv(self, tensor: _Tensor, peer: int, *, dtype: _DType | None = None) -> None:
         """Adds a message from ``peer``."""
-    def run(self) -> None:
-        """Does all that was added, and empties the group. Returns when everything is received."""
+    def run(self, *, stream: int | None = None) -> None:
+        """Does all that was added, and empties the group.
+
+        Returns when everything is received; of tensors on a GPU at once, in the order of ``stream`` or of their
+        library's current one.
+        """
     def __enter__(self) -> MessageGroup: ...
     def __exit__(
         self,
@@ -434,24 +438,30 @@ class Communicator:
         stream: int | None = None,
     ) -> _T:
         """Each rank's output is its block of the root's input."""
-    def prepare_messages(self) -> None:
+    def prepare_messages(self, *, reduces: Sequence[_DType] | None = None) -> None:
         """Prepares what messages, and collectives with blocks of any size, need.
 
-        All ranks must call it together; so must they make the first of the calls below, where they have not.
+        All ranks must call it together; so must they make the first of the calls below, where they have not. On a GPU,
+        ``reduces`` are the types of elements that reduce_scatter_v is called with, whose kernels are loaded now.
         """
+    def check_messages(self) -> None:
+        """Raises what went wrong with messages on a GPU, once their stream has come to its end."""
     def group(self) -> MessageGroup:
         """Sends and receives that are done together, so that no order of theirs leads to a deadlock.
 
         As a context manager it runs in the end.
         """
-    def send(self, tensor: _Tensor, peer: int, *, dtype: _DType | None = None) -> None:
-        """Sends a host tensor to ``peer``. Returns when it may be changed, maybe before it has been received.
+    def send(self, tensor: _Tensor, peer: int, *, dtype: _DType | None = None, stream: int | None = None) -> None:
+        """Sends a tensor to ``peer``. Returns when it may be changed, maybe before it has been received.
+
+        A tensor on a GPU is sent in the order of ``stream``, or of its library's current one, and the call returns at
+        once; so it is with the calls below. What goes wrong there, check_messages raises.
 
         Messages of two ranks match in the order in which they are sent and received; both sides must give as many
         elements of the same type, or get a Mismatch.
         """
-    def recv(self, tensor: _T, peer: int, *, dtype: _DType | None = None) -> _T:
-        """Receives a message of ``peer`` into a host tensor."""
+    def recv(self, tensor: _T, peer: int, *, dtype: _DType | None = None, stream: int | None = None) -> _T:
+        """Receives a message of ``peer`` into a tensor."""
     def all_to_all_v(
         self,
         input: _Tensor,
@@ -462,6 +472,7 @@ class Communicator:
         send_displacements: _Counts | None = None,
         recv_displacements: _Counts | None = None,
         dtype: _DType | None = None,
+        stream: int | None = None,
     ) -> _T:
         """Sends block ``r`` of the input to rank ``r``, and receives block ``r`` of the output from there.
 
@@ -475,6 +486,7 @@ class Communicator:
         *,
         displacements: _Counts | None = None,
         dtype: _DType | None = None,
+        stream: int | None = None,
     ) -> _T:
         """Block ``r`` of every output is the input of rank ``r``; without an input, what it has there already."""
     def reduce_scatter_v(
@@ -486,6 +498,7 @@ class Communicator:
         displacements: _Counts | None = None,
         op: _Op = "sum",
         dtype: _DType | None = None,
+        stream: int | None = None,
     ) -> _T:
         """The output of rank ``r`` is the reduction of block ``r`` of all inputs, in rank order."""
     def run(

@@ -119,6 +119,45 @@ def test_all_reduce() -> None:
     in_threads(2, rank_main, device="cuda")
 
 
+def test_messages_and_blocks_of_any_size() -> None:
+    driver()
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        rank, peer = communicator.rank, 1 - communicator.rank
+        gpu = Gpu(communicator)
+        data = gpu.tensor(array.array("f", [rank + 1] * COUNT))
+        out = gpu.tensor(array.array("f", [0] * COUNT))
+        # As many of rank 0's elements as of rank 1's and 10 more.
+        counts = [COUNT // 2 + 5, COUNT // 2 - 5]
+        mine = gpu.tensor(array.array("f", [rank + 3] * counts[rank]))
+        part = gpu.tensor(array.array("f", [0] * counts[rank]))
+        communicator.prepare_messages(reduces=["f32"])
+        with communicator.group() as group:
+            group.recv(array.array("f"), peer)
+            group.send(array.array("f"), peer)
+            with pytest.raises(cw.TensorError, match="on the host"):
+                group.run()
+        group = communicator.group()
+        group.recv(out, peer)
+        group.send(data, peer)
+        group.run(stream=gpu.stream)
+        assert out.values() == array.array("f", [peer + 1] * COUNT)
+        if rank == 0:
+            communicator.send(data, peer, stream=gpu.stream)
+        else:
+            communicator.recv(out, peer, stream=gpu.stream)
+            assert out.values() == array.array("f", [1] * COUNT)
+        communicator.all_gather_v(mine, out, counts, stream=gpu.stream)
+        assert out.values() == array.array("f", [3] * counts[0] + [4] * counts[1])
+        communicator.reduce_scatter_v(data, part, counts, stream=gpu.stream)
+        assert part.values() == array.array("f", [3] * counts[rank])
+        communicator.all_to_all_v(data, out, [COUNT // 2] * 2, [COUNT // 2] * 2, stream=gpu.stream)
+        assert out.values() == array.array("f", [1] * (COUNT // 2) + [2] * (COUNT // 2))
+        communicator.check_messages()
+
+    in_threads(2, rank_main, device="cuda")
+
+
 def test_a_communicator_of_the_cpu_refuses_them() -> None:
     driver()
     cuda = cw.Communicator(0, 1, cw.UniqueId(), device="cuda")

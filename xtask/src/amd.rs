@@ -10,7 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crossweft_kernels::{MAX_THREADS, MODULES, Module};
+use crossweft_kernels::{MAX_THREADS, MIN_SM, MODULES, Module};
 
 use crate::cuda::root;
 use crate::kernels::{Compiler, Target, side_by_side};
@@ -43,7 +43,8 @@ pub(crate) fn check() -> Result<Vec<String>, String> {
         emit: "llvm-ir",
     };
     let mut sources = Vec::new();
-    for module in MODULES {
+    // Those for newer machines of NVIDIA's are the same sources once more.
+    for module in MODULES.iter().filter(|module| module.sm == MIN_SM) {
         let text = bounded(&compiler.emit(module, &target)?);
         let source = folder.join(format!("{}.{PROCESSOR}.ll", module.name));
         write(&source, &text)?;
@@ -57,7 +58,7 @@ pub(crate) fn check() -> Result<Vec<String>, String> {
         named.collect()
     });
     if reports.is_empty() {
-        eprintln!("xtask: {} code objects for {PROCESSOR}: ok", MODULES.len());
+        eprintln!("xtask: {} code objects for {PROCESSOR}: ok", sources.len());
     }
     Ok(reports)
 }

@@ -11,13 +11,14 @@ use crate::cuda::{printed, root, run};
 const TESTS: &[(&str, &str)] = &[
     ("crossweft-hal", "cuda_device"),
     ("crossweft-channel", "interop_cuda"),
+    ("crossweft-channel", "channels_cuda"),
     ("crossweft-collective", "cuda"),
     ("crossweft-collective", "cuda_speed"),
 ];
 /// Programs that go with them.
 const PROGRAMS: &[&str] = &["crossweft-cli", "custom-kernel-cuda", "custom-kernel-rust"];
 /// What `cargo xtask header` leaves in `target/header`.
-const PTX: &[&str] = &["interop.ptx", "kernel.ptx"];
+const PTX: &[&str] = &["interop.ptx", "interop.sm_90.ptx", "kernel.ptx"];
 
 /// Builds `target/gpu-bundle`. With `here`, runs it on this machine.
 pub(crate) fn bundle(here: bool) -> Result<(), String> {
@@ -135,14 +136,23 @@ step() { # name, seconds it may take, command
     {\"name\": \"$name\", \"outcome\": \"$outcome\", \"seconds\": $((end - begin))}"
 }
 step doctor 60 ./crossweft doctor
-for test in cuda_device interop_cuda cuda; do
+for test in cuda_device channels_cuda interop_cuda cuda; do
     step "$test" 600 "./$test" --nocapture --test-threads 1
 done
+# Once more with what newer GPUs have; older ones cannot load it.
+if [ -e interop.sm_90.ptx ] && grep -Eq 'sm_(9|1[0-9])' results/doctor.txt; then
+    step interop_cuda_sm_90 600 env CROSSWEFT_INTEROP_PTX="$PWD/interop.sm_90.ptx" ./interop_cuda --nocapture --test-threads 1
+fi
 step cuda_speed 300 ./cuda_speed --nocapture --test-threads 1
 if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1; then
     for ranks in 2 4 8; do
         step "bench_$ranks" 120 ./crossweft bench all-reduce --device cuda --threads --ranks $ranks --max 4M --dtype bf16 \
             --timeout 10
+    done
+    for ranks in 2 4 8; do
+        for by in "" --executor; do
+            step "matrix_$ranks$by" 300 ./crossweft matrix --device cuda --pairwise --ranks $ranks --large 256K --timeout 20 $by
+        done
     done
     step custom-kernel-rust 60 ./custom-kernel-rust cuda
     [ -e kernel.ptx ] && step custom-kernel-cuda 60 ./custom-kernel-cuda kernel.ptx
@@ -159,6 +169,9 @@ if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1
     if command -v compute-sanitizer > /dev/null; then
         for tool in memcheck synccheck racecheck; do
             step "sanitizer_$tool" 300 compute-sanitizer --error-exitcode 9 --tool $tool ./cuda together --test-threads 1
+            # Bulk copies and lines: kernels that wait for nobody.
+            step "sanitizer_${tool}_channels" 300 compute-sanitizer --error-exitcode 9 --tool $tool ./channels_cuda alone \
+                --test-threads 1
             # Plans in one piece: a kernel a rank, which a sanitizer runs one at a time, so each in a process.
             step "sanitizer_${tool}_fused" 120 compute-sanitizer --error-exitcode 9 --tool $tool --target-processes all \
                 ./crossweft bench all-reduce --device cuda --ranks 2 --min 1000 --max 2M --factor 40 --iters 3 --timeout 60

@@ -94,7 +94,8 @@ fn virtual_of(sm: &str) -> String {
     sm.replace("sm_", "compute_")
 }
 
-/// Machine code for every architecture, and PTX for the oldest; returns the problems.
+/// Machine code for every architecture, and PTX for the oldest and for the first that has a copy engine; returns the
+/// problems.
 fn nvcc(toolkit: &Path, source: &str, out: &Path) -> Result<Vec<String>, String> {
     let stem = Path::new(source).file_stem().unwrap_or_default();
     let command = || {
@@ -117,11 +118,14 @@ fn nvcc(toolkit: &Path, source: &str, out: &Path) -> Result<Vec<String>, String>
     let fatbin = out.join(stem).with_extension("fatbin");
     compile(every.args(["-fatbin", source, "-o"]).arg(fatbin))?;
 
-    let ptx = out.join(stem).with_extension("ptx");
-    let oldest = format!("-arch={}", virtual_of(ARCHITECTURES[0]));
-    compile(command().args([&oldest, "-ptx", source, "-o"]).arg(&ptx))?;
-    let text = fs::read_to_string(&ptx).map_err(|e| format!("xtask: {}: {e}", ptx.display()))?;
-    for line in text.lines() {
+    let mut texts = String::new();
+    for (sm, extension) in [(ARCHITECTURES[0], "ptx"), ("sm_90", "sm_90.ptx")] {
+        let ptx = out.join(stem).with_extension(extension);
+        let arch = format!("-arch={}", virtual_of(sm));
+        compile(command().args([&arch, "-ptx", source, "-o"]).arg(&ptx))?;
+        texts += &fs::read_to_string(&ptx).map_err(|e| format!("xtask: {}: {e}", ptx.display()))?;
+    }
+    for line in texts.lines() {
         let code = line.split("//").next().unwrap_or_default();
         for statement in code.split(';').map(str::trim) {
             if let Some(problem) = forbidden(statement) {

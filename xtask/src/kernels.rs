@@ -20,8 +20,11 @@ use crate::amd;
 use crate::cuda::{self, root};
 use crate::sass;
 
-/// The lowest PTX version that has what the kernels use; driver 520 and later read it.
-const PTX_VERSION: &str = "ptx78";
+/// The lowest PTX version that has what a module's kernels use: driver 520 and later read the first, 525 the second.
+const fn ptx_version(module: &Module) -> &'static str {
+    if module.sm < 90 { "ptx78" } else { "ptx80" }
+}
+
 /// What `ptxas` must accept: the oldest and the newest that matter, and the one measured on.
 pub(crate) const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
 
@@ -36,14 +39,22 @@ const FLAGS: [&str; 5] = [
     "-Ccodegen-units=1",
 ];
 
-/// Builds all modules and writes them.
-pub(crate) fn build() -> Result<(), String> {
+/// Builds the modules of these names or families, or all if there is none, and writes them.
+pub(crate) fn build(names: &[&str]) -> Result<(), String> {
+    let is = |module: &Module, name: &str| module.name == name || module.family == name;
+    if let Some(name) = names
+        .iter()
+        .find(|name| !MODULES.iter().any(|module| is(module, name)))
+    {
+        return Err(format!("xtask: there is no module {name}"));
+    }
     let compiler = Compiler::find()?.ok_or(
         "xtask: no compiler for PTX; install one with libcore's source: \
          `apt-get install rustc-web rust-web-src` or `rustup component add rust-src`",
     )?;
     fs::create_dir_all(folder()).map_err(|e| format!("xtask: {}: {e}", folder().display()))?;
-    for module in MODULES {
+    let meant = |module: &&Module| names.is_empty() || names.iter().any(|name| is(module, name));
+    for module in MODULES.iter().filter(meant) {
         let text = compiler.compile(module)?;
         fs::write(path(module), &text).map_err(|e| format!("xtask: {}: {e}", module.name))?;
         eprintln!(
@@ -175,9 +186,10 @@ impl Compiler {
         format!(
             "// Made by `cargo xtask kernels` from kernels/ and crates/crossweft-device. Do not edit.\n\
              // {}\n\
-             // module {}, {PTX_VERSION}, {}\n",
+             // module {}, {}, {}\n",
             self.version,
             module.name,
+            ptx_version(module),
             FLAGS.join(" ")
         )
     }
@@ -186,8 +198,9 @@ impl Compiler {
         let target = Target {
             triple: "nvptx64-nvidia-cuda",
             flags: format!(
-                "-Ctarget-cpu=sm_{} -Ctarget-feature=+{PTX_VERSION}",
-                module.sm
+                "-Ctarget-cpu=sm_{} -Ctarget-feature=+{}",
+                module.sm,
+                ptx_version(module)
             ),
             emit: "asm",
         };
@@ -219,6 +232,7 @@ impl Compiler {
             ])
             .args(["--target", for_.triple, "--"])
             .args(["--cfg", &format!("module=\"{}\"", module.name)])
+            .args(["--cfg", &format!("family=\"{}\"", module.family)])
             .arg(format!("--emit={}={}", for_.emit, raw.display()))
             .args(FLAGS)
             .env("RUSTC", &self.rustc)
@@ -408,7 +422,8 @@ pub(crate) fn forbidden(statement: &str) -> Option<&'static str> {
     let opcode = instruction.split_whitespace().next().unwrap_or_default();
     let has = |part: &str| opcode.split('.').skip(1).any(|modifier| modifier == part);
     let is = |name: &str| opcode.split('.').next() == Some(name);
-    if statement.starts_with(".extern") {
+    // What a launch asks for has no size in the module.
+    if statement.starts_with(".extern") && !statement.starts_with(".extern .shared ") {
         Some("a function or variable that is not in the module")
     } else if statement.contains("__local_depot") || has("local") || statement.starts_with(".local")
     {
@@ -465,9 +480,10 @@ fn assemble_all(ptxas: &Path) -> Result<Vec<String>, String> {
     let jobs: Vec<(&Module, &str)> = MODULES
         .iter()
         .flat_map(|module| ARCHITECTURES.map(|architecture| (module, architecture)))
+        .filter(|(module, architecture)| module.sm <= number_of(architecture))
         .collect();
     Ok(side_by_side(&jobs, |&(module, architecture)| {
-        let cubin = out.join(format!("{}.{architecture}.cubin", module.name));
+        let cubin = out.join(cubin(module, architecture));
         let output = Command::new(ptxas)
             .arg(format!("-arch={architecture}"))
             .arg("-v")
@@ -492,6 +508,17 @@ fn assemble_all(ptxas: &Path) -> Result<Vec<String>, String> {
             .map(|problem| format!("{}, {architecture}: {problem}", module.name));
         named.collect()
     }))
+}
+
+/// The compute capability of an architecture's name.
+fn number_of(architecture: &str) -> u32 {
+    let digits = architecture.trim_start_matches("sm_").trim_end_matches('a');
+    digits.parse().unwrap_or(0)
+}
+
+/// The name of a module's machine code.
+pub(crate) fn cubin(module: &Module, architecture: &str) -> String {
+    format!("{}.sm_{}.{architecture}.cubin", module.name, module.sm)
 }
 
 /// Does all jobs, as many at a time as there are processors; returns the problems of all, sorted.
@@ -562,6 +589,7 @@ red.release.sys.global.add.u64 [%rd1], %rd2;
 ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];
 add.rn.f32 %r1, %r2, %r3;
 div.rn.f32 %r1, %r2, %r3;
+.extern .shared .align 128 .b8 launched[];
 mad.lo.s64 %rd1, %rd2, %rd3, %rd4;
 exit;
 }
@@ -596,6 +624,7 @@ exit;
             ("mov.b64 %SPL, __local_depot0;", "local memory"),
             ("cvta.local.u64 %SP, %SPL;", "local memory"),
             (".extern .func (.param .b32 r) f", "not in the module"),
+            (".extern .global .b32 x;", "not in the module"),
             ("add.rn.ftz.f32 %r1, %r2, %r3;", "subnormal"),
             ("div.approx.f32 %r1, %r2, %r3;", "rounded"),
             ("div.full.f32 %r1, %r2, %r3;", "rounded"),

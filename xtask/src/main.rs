@@ -26,8 +26,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
           the options are those of `crossweft matrix`
   conformance DIR
           check and run every plan file below DIR
-  kernels [--check | --sass]
-          compile the GPU kernels to PTX; or check the PTX that is committed, and what the sources
+  kernels [MODULE... | --check | --sass]
+          compile the GPU kernels to PTX, all or some modules or families of them (plan, exchange...); or check the PTX that is committed, and what the sources
           give for AMD's gfx942; or count the instructions of their machine code, for docs/results
   gpu [--here]
           bundle the GPU suite for a machine without Rust, in target/gpu-bundle; or run it here too
@@ -42,9 +42,9 @@ fn main() -> ExitCode {
         ["loom"] => loom(),
         ["python"] => python::test(),
         ["lint"] => lint(),
-        ["kernels"] => kernels::build(),
         ["kernels", "--check"] => kernels::check(),
         ["kernels", "--sass"] => kernels::table(),
+        ["kernels", ref names @ ..] => kernels::build(names),
         ["gpu"] => gpu::bundle(false),
         ["gpu", "--here"] => gpu::bundle(true),
         ["header"] => header::check(),

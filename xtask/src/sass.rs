@@ -6,14 +6,21 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use crossweft_kernels::{MODULES, Module};
+use crossweft_kernels::{MIN_SM, MODULES, Module};
 
 use crate::cuda::{self, root};
+use crate::kernels;
 
 /// The architecture that is looked at.
 const ARCHITECTURE: &str = "sm_90a";
 /// Where the table is kept.
 const TABLE: &str = "docs/results/sass-sm_90a.md";
+
+/// Entries, as they are named in the table, of which it is said that they have the copy engine move data.
+const BULK: [&str; 2] = [
+    "crossweft_bulk_copy (from sm_90 on)",
+    "crossweft_put_bulk (from sm_90 on)",
+];
 
 /// What a kernel has: counts of instructions.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -83,10 +90,9 @@ fn all() -> Result<Vec<(String, Counts)>, String> {
     let nvdisasm = find()?;
     let mut found = Vec::new();
     for module in MODULES {
-        let cubin = root().join(format!(
-            "target/kernels/{}.{ARCHITECTURE}.cubin",
-            module.name
-        ));
+        let cubin = root()
+            .join("target/kernels")
+            .join(kernels::cubin(module, ARCHITECTURE));
         let output = Command::new(&nvdisasm)
             .arg("-c")
             .arg(&cubin)
@@ -110,7 +116,11 @@ fn entries(module: &Module, text: &str) -> Result<Vec<(String, Counts)>, String>
     let of = |entry: &&str| {
         let counts = counts(text, entry);
         let missing = || format!("xtask: {}: no code of {entry}", module.name);
-        Ok(((*entry).to_owned(), counts.ok_or_else(missing)?))
+        let name = match module.sm > MIN_SM {
+            true => format!("{entry} (from sm_{} on)", module.sm),
+            false => (*entry).to_owned(),
+        };
+        Ok((name, counts.ok_or_else(missing)?))
     };
     module.entries.iter().map(of).collect()
 }
@@ -186,6 +196,9 @@ fn faults(entry: &str, counts: &Counts) -> Vec<String> {
     if moves_data && (counts.loads[1] == 0 || counts.stores[1] == 0) {
         faults.push("moves data, but not 16 bytes at a time".to_owned());
     }
+    if BULK.contains(&entry) && counts.bulk == 0 {
+        faults.push("moves data in bulk, but not by the copy engine".to_owned());
+    }
     faults
 }
 
@@ -226,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn local_memory_and_narrow_accesses_are_faults() {
+    fn local_memory_narrow_accesses_and_no_engine_are_faults() {
         let of = |text: &str| {
             let counts = counts(text, "crossweft_copy").unwrap();
             faults("crossweft_copy", &counts)
@@ -234,6 +247,13 @@ mod tests {
         assert_eq!(of(TEXT), Vec::<String>::new());
         let narrow = of(&TEXT.replace("ST.E.128", "ST.E.64"));
         assert!(narrow[0].contains("16 bytes"), "{narrow:?}");
+        let bulk = |text: &str| {
+            let counts = counts(text, "crossweft_copy").unwrap();
+            faults(BULK[1], &counts)
+        };
+        assert!(bulk(TEXT)[0].contains("copy engine"), "{:?}", bulk(TEXT));
+        let engine = TEXT.replace("LDC R1", "UBLKCP.S.G [UR10], [UR6], UR4");
+        assert_eq!(bulk(&engine), Vec::<String>::new());
         let local = of(&TEXT.replace("LDC R1", "LDL R1"));
         assert!(local[0].contains("local memory"), "{local:?}");
     }

@@ -8,14 +8,15 @@
 #![allow(clippy::cast_possible_truncation, reason = "small numbers")]
 
 mod common;
+#[path = "common/cuda.rs"]
+mod cuda;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{LONG, deadline, pattern as bytes_of, pool, ranks_on, says};
 use crossweft_channel::{
-    Endpoint, KernelGuard, MemoryChannel, ProxyOptions, ProxyService, RegisteredMemory,
-    SwitchChannel,
+    Endpoint, MemoryChannel, ProxyOptions, ProxyService, RegisteredMemory, SwitchChannel,
 };
 use crossweft_device::channel;
 use crossweft_device::fifo::{Fifo, TRIGGER_BYTES, TriggerKind};
@@ -24,144 +25,47 @@ use crossweft_device::packet::flag_of;
 use crossweft_device::program::COUNTER_STRIDE;
 use crossweft_device::semaphore::Semaphore;
 use crossweft_device::{Raw, Stopped, WaitKind};
-use crossweft_hal::cuda::{
-    Argument, CompileOptions, Context, CudaError, DeviceMemory, Driver, Kernel, MemoryOptions,
-    Module, PinnedMemory, Shape, Stream,
-};
-use crossweft_hal::{Device, Memory};
-use crossweft_kernels::{bench, bench_module};
+use crossweft_hal::Memory;
+use crossweft_hal::cuda::{Argument, CudaError, Module, PinnedMemory, Shape};
+use crossweft_kernels::{bench, bench_module, channel as kernels, channel_module};
+use cuda::{Gpu, LIMIT, Side, channels, pattern, semaphores, words, write_words};
 
-/// Of a block of every kernel here.
-const THREADS: u32 = 128;
-/// What a kernel may take.
-const LIMIT: Duration = Duration::from_secs(20);
-
-/// One test at a time: a kernel that waits must not keep the other side's from the device.
-static TURN: Mutex<()> = Mutex::new(());
-
-struct Gpu {
-    context: Arc<Context>,
+/// A GPU with the kernels of both languages.
+struct Both {
+    gpu: Gpu,
     /// In CUDA C++.
     cpp: Arc<Module>,
     /// In Rust.
     rust: Arc<Module>,
-    _turn: MutexGuard<'static, ()>,
+    /// In Rust: bulk copies and lines.
+    channel: Arc<Module>,
 }
 
-/// One side of a test: a kernel and the stream that it runs in.
-struct Side {
-    kernel: Kernel,
-    stream: Stream,
-    guard: KernelGuard,
-}
-
-impl Gpu {
-    /// Device 0 with both modules, or `None` and a line that says why.
+impl Both {
+    /// Device 0 with the modules, or `None` and a line that says why.
     fn new() -> Option<Self> {
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(path) = std::env::var_os("CROSSWEFT_INTEROP_PTX") else {
             println!("skipped: CROSSWEFT_INTEROP_PTX does not name the PTX of interop.cu");
             return None;
         };
-        let context = Driver::open()
-            .and_then(|driver| driver.device(0))
-            .and_then(|device| Context::retain(&device));
-        let context = match context {
-            Ok(context) => context,
-            Err(error) => {
-                println!("skipped: {error}");
-                return None;
-            }
-        };
-        let (major, minor) = context.device().properties().unwrap().compute;
-        let bench = bench_module(major * 10 + minor).unwrap();
+        let gpu = Gpu::new()?;
+        let sm = gpu.sm();
         let ptx = std::fs::read_to_string(&path).unwrap();
-        let load = |name, ptx: &str| {
-            let options = CompileOptions {
-                max_registers: Some(crossweft_kernels::MAX_REGISTERS),
-                ..CompileOptions::default()
-            };
-            Module::load(&context, name, ptx, &options).unwrap()
-        };
         Some(Self {
-            cpp: load("interop", &ptx),
-            rust: load(bench.name, bench.ptx),
-            context,
-            _turn: turn,
+            cpp: gpu.load("interop", &ptx),
+            rust: gpu.load_committed(bench_module(sm)),
+            channel: gpu.load_committed(channel_module(sm)),
+            gpu,
         })
     }
-
-    fn device(&self) -> Device {
-        Device::Cuda(Arc::clone(&self.context))
-    }
-
-    fn side(&self, module: &Arc<Module>, kernel: &str) -> Side {
-        Side {
-            kernel: module.kernel(kernel).unwrap(),
-            stream: Stream::new(&self.context).unwrap(),
-            guard: KernelGuard::new(&self.context).unwrap(),
-        }
-    }
-
-    fn memory(&self, bytes: u64) -> DeviceMemory {
-        let options = MemoryOptions {
-            zeroed: true,
-            ..MemoryOptions::default()
-        };
-        DeviceMemory::allocate(&self.context, bytes, &options).unwrap()
-    }
 }
 
-impl Side {
-    fn limit(&self) -> GpuContext {
-        self.guard.context(LIMIT)
+impl std::ops::Deref for Both {
+    type Target = Gpu;
+
+    fn deref(&self) -> &Gpu {
+        &self.gpu
     }
-
-    fn launch(&self, blocks: u32, arguments: &[Argument<'_>]) {
-        let shape = Shape::linear(blocks, THREADS);
-        // SAFETY: each test passes what the kernel's source says, of memory that it keeps until
-        // `done`.
-        unsafe { self.kernel.launch(&self.stream, &shape, arguments) }.unwrap();
-    }
-
-    /// Waits until it has ended, as it should.
-    #[track_caller]
-    fn done(&self) {
-        self.guard.wait(&self.stream, LIMIT, || false).unwrap();
-        assert_eq!(self.guard.interrupted(), None, "{}", self.kernel.name());
-    }
-}
-
-fn words(memory: &DeviceMemory, offset: u64, count: usize) -> Vec<u64> {
-    let mut bytes = vec![0; count * 8];
-    memory.read(offset, &mut bytes).unwrap();
-    let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
-    bytes.chunks_exact(8).map(word).collect()
-}
-
-fn write_words(memory: &DeviceMemory, offset: u64, words: &[u64]) {
-    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-    memory.write(offset, &bytes).unwrap();
-}
-
-/// As both kernels' `pattern`.
-fn pattern(seed: u64, words: u64) -> Vec<u64> {
-    (0..words)
-        .map(|i| (seed ^ i).wrapping_mul(0x9e37_79b9_7f4a_7c15))
-        .collect()
-}
-
-/// Both ends of a semaphore pair: their counters from `counters` on, a cache line each.
-fn semaphores(counters: u64) -> [Semaphore; 2] {
-    let line = |k: u64| counters + k * 64;
-    let end = |own: u64| Semaphore {
-        inbound: line(own),
-        outbound: line(1 - own),
-        expected: line(2 + own),
-        peer: 1 - own as u32,
-        channel: 7,
-    };
-    [end(0), end(1)]
 }
 
 /// Which of the two sides is written in C++.
@@ -174,7 +78,7 @@ fn sides<'a>(cpp: u32, in_cpp: &'a Side, in_rust: &'a Side) -> [&'a Side; 2] {
 
 #[test]
 fn signals_go_to_and_fro() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     let rounds = 10_000_u32;
     for cpp in [0, 1] {
         let memory = gpu.memory(4096);
@@ -212,7 +116,7 @@ fn signals_go_to_and_fro() {
 
 #[test]
 fn packets_go_to_and_fro() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     let rounds = 10_000_u32;
     for cpp in [0, 1] {
         let memory = gpu.memory(4096);
@@ -248,7 +152,7 @@ fn packets_go_to_and_fro() {
 /// Blocks in both languages push into one small fifo, round and round; the host is the proxy.
 #[test]
 fn triggers_of_both_arrive_whole_and_in_order() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     let (blocks, count, capacity) = (3_u32, 1000_u32, 16_u32);
     let ring = u64::from(capacity) * TRIGGER_BYTES;
     let pinned = PinnedMemory::allocate(&gpu.context, ring + 64).unwrap();
@@ -317,25 +221,12 @@ fn triggers_of_both_arrive_whole_and_in_order() {
     assert_eq!(words(&memory, 0, 1), [total]);
 }
 
-/// A memory channel between two halves of one memory; both ends.
-fn channels(memory: &DeviceMemory, bytes: u64) -> [channel::MemoryChannel; 2] {
-    let base = |k: u64| memory.address() + 4096 + k * bytes;
-    let [first, second] = semaphores(memory.address());
-    let end = |semaphore, own: u64| channel::MemoryChannel {
-        semaphore,
-        remote: base(1 - own),
-        local: base(own),
-        packets: base(own),
-    };
-    [end(first, 0), end(second, 1)]
-}
-
 /// Sizes that are whole words: what the kernels in Rust look at.
 const SIZES: [u64; 4] = [8, 4096, 4104, 3 << 20];
 
 #[test]
 fn what_cpp_puts_rust_sees() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     for (seed, bytes) in (11..).zip(SIZES) {
         // The source is aligned to the destination in another way each time.
         let (src_offset, blocks) = ((4 << 20) + [0, 8, 4, 1][seed as usize % 4], 5_u32);
@@ -376,9 +267,132 @@ fn what_cpp_puts_rust_sees() {
     }
 }
 
+/// The same through the copy engine, and what Rust puts so, C++ sees.
+#[test]
+fn what_either_puts_in_bulk_the_other_sees() {
+    let Some(gpu) = Both::new() else { return };
+    for (seed, bytes) in (31..).zip(SIZES) {
+        for cpp in [true, false] {
+            let (src_offset, blocks) = ((4 << 20) + [0, 8, 16, 32][seed as usize % 4], 5_u32);
+            let memory = gpu.memory(4096 + (16 << 20));
+            let [sender, receiver] = channels(&memory, 8 << 20);
+            let count = bytes / 8;
+            write_words(&memory, 4096 + src_offset, &pattern(seed, count));
+            let (signals, zero) = (u64::from(blocks), 0_u64);
+            let result = memory.address() + 2048;
+            if cpp {
+                let put = gpu.side(&gpu.cpp, "interop_put_bulk");
+                let check = gpu.side(&gpu.rust, bench::PATTERN_CHECK);
+                let (counter, limit) = (receiver.semaphore.inbound, check.limit());
+                check.launch(
+                    2,
+                    &[
+                        (&receiver.local).into(),
+                        (&count).into(),
+                        (&seed).into(),
+                        (&counter).into(),
+                        (&signals).into(),
+                        (&result).into(),
+                        (&limit).into(),
+                    ],
+                );
+                put.launch(
+                    blocks,
+                    &[
+                        (&sender).into(),
+                        (&zero).into(),
+                        (&src_offset).into(),
+                        (&bytes).into(),
+                    ],
+                );
+                put.done();
+                check.done();
+                assert_eq!(words(&memory, 2048, 2), [0, 2], "{bytes} bytes");
+            } else {
+                let put = gpu.side(&gpu.channel, kernels::PUT_BULK);
+                let check = gpu.side(&gpu.cpp, "interop_check");
+                let (shared, limit) = (16_512_u64, check.limit());
+                check.launch(
+                    1,
+                    &[
+                        (&receiver).into(),
+                        (&count).into(),
+                        (&seed).into(),
+                        (&signals).into(),
+                        (&result).into(),
+                        (&zero).into(),
+                        (&limit).into(),
+                    ],
+                );
+                put.launch_shared(
+                    blocks,
+                    shared as u32,
+                    &[
+                        (&sender).into(),
+                        (&zero).into(),
+                        (&src_offset).into(),
+                        (&bytes).into(),
+                        (&shared).into(),
+                    ],
+                );
+                put.done();
+                check.done();
+                assert_eq!(words(&memory, 2048, 2), [0, 1], "{bytes} bytes");
+            }
+        }
+    }
+}
+
+/// Rank 0 in Rust and rank 1 in C++ send each other lines.
+#[test]
+fn lines_both_ways() {
+    const LINES: u64 = 4 << 20;
+    const OUTPUT: u64 = 1 << 20;
+    let Some(gpu) = Both::new() else { return };
+    let ends = [0, 1].map(|_| gpu.memory(8 << 20));
+    for (epoch, bytes) in (1_u64..).zip([1, 16, 113, 240, 241, 4099, 100_002, 480_000]) {
+        let data = [0, 1].map(|rank| bytes_of(epoch + 50 * rank, bytes as usize));
+        // Aligned to a piece, or not.
+        let (shift, flag) = (epoch % 4 * 4, flag_of(epoch, bytes));
+        let in_rust = gpu.side(&gpu.channel, kernels::EXCHANGE_LINES);
+        let in_cpp = gpu.side(&gpu.cpp, "interop_lines");
+        for (end, data) in ends.iter().zip(&data) {
+            end.write(shift, data).unwrap();
+        }
+        for (rank, side) in [&in_rust, &in_cpp].into_iter().enumerate() {
+            let (own, peer) = (&ends[rank], &ends[1 - rank]);
+            let channel = channel::MemoryChannel {
+                semaphore: Semaphore::default(),
+                remote: peer.address() + LINES,
+                local: own.address() + shift,
+                packets: own.address() + LINES,
+            };
+            let (number, limit) = (rank as u32, side.limit());
+            side.launch(
+                1,
+                &[
+                    (&channel).into(),
+                    (&OUTPUT).into(),
+                    (&bytes).into(),
+                    (&flag).into(),
+                    (&number).into(),
+                    (&limit).into(),
+                ],
+            );
+        }
+        in_rust.done();
+        in_cpp.done();
+        for (rank, end) in ends.iter().enumerate() {
+            let mut got = vec![0; bytes as usize];
+            end.read(OUTPUT + shift, &mut got).unwrap();
+            assert_eq!(got, data[1 - rank], "{bytes} bytes, rank {rank}");
+        }
+    }
+}
+
 #[test]
 fn what_rust_writes_cpp_sees() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     for (seed, bytes) in (21..).zip(SIZES) {
         for get in [0_u64, 1] {
             let (blocks, count) = (5_u32, bytes / 8);
@@ -458,7 +472,7 @@ fn many_packets_at_once() {
     const LAUNCH: u64 = COUNTERS + 2 * COUNTER_STRIDE;
     const INPUT: u64 = 64 << 10;
     const OUTPUT: u64 = 512 << 10;
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     // Numbers of up to eight bits, so that sums of two are exact in bfloat16 as well.
     let bf16 = |value: u16| ((f32::from(value)).to_bits() >> 16) as u16;
     let data = |seed: u64, elements: usize| -> Vec<u16> {
@@ -549,7 +563,7 @@ fn read(memory: &Memory, offset: u64, bytes: usize) -> Vec<u8> {
 /// Two ranks send each other pieces through their proxies.
 #[test]
 fn ports_from_cpp() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     let (piece, count) = (1000_u64, 20_u32);
     let size = piece * u64::from(count);
     ranks_on(&gpu.device(), 2, |endpoint| {
@@ -591,7 +605,7 @@ fn ports_from_cpp() {
 
 #[test]
 fn switches_from_cpp() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     let (world_size, count) = (3_u32, 1001_usize);
     let value = |rank: u32, i: usize| (rank as i32 + 1) * (i as i32 - 500);
     ranks_on(&gpu.device(), world_size, |endpoint| {
@@ -637,7 +651,7 @@ fn switches_from_cpp() {
 /// A wait for nobody ends, says what it was, takes no signal, and harms nothing.
 #[test]
 fn waits_in_cpp_end() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     for aborted in [false, true] {
         let memory = gpu.memory(4096 + (16 << 20));
         let [sender, receiver] = channels(&memory, 8 << 20);
@@ -708,7 +722,7 @@ fn waits_in_cpp_end() {
 /// The error that a user sees when a peer does not launch.
 #[test]
 fn a_peer_that_does_not_launch_is_named() {
-    let Some(gpu) = Gpu::new() else { return };
+    let Some(gpu) = Both::new() else { return };
     ranks_on(&gpu.device(), 2, |endpoint| {
         let rank = endpoint.rank();
         let memory = register(&endpoint, 1 << 16);

@@ -23,8 +23,11 @@ pub enum Algorithm {
     /// Parts travel around a ring, reduced on the way, then once more complete. Each rank only
     /// talks to its neighbours.
     Ring,
-    /// Blocks go from inputs to outputs, with no copies between. Needs registered memory.
+    /// Blocks go from inputs to outputs, with no copies between: who needs them reads them, where they can be reached in
+    /// place. Needs registered memory.
     Direct,
+    /// The same, but written by who has them, which links between GPUs are faster at. Needs registered memory.
+    Push,
     /// Blocks go through scratch memory, where whoever needs them reads them, for private buffers.
     Staged,
     /// The same in parts, one behind the other, so that large messages need scratch memory for little of them:
@@ -61,10 +64,14 @@ impl Algorithm {
                 Self::Pipelined,
                 Self::Switch,
             ],
-            Collective::AllToAll
-            | Collective::Broadcast { .. }
-            | Collective::Gather { .. }
-            | Collective::Scatter { .. } => {
+            Collective::AllToAll | Collective::Broadcast { .. } => &[
+                Self::OneShot,
+                Self::Direct,
+                Self::Push,
+                Self::Staged,
+                Self::Pipelined,
+            ],
+            Collective::Gather { .. } | Collective::Scatter { .. } => {
                 &[Self::OneShot, Self::Direct, Self::Staged, Self::Pipelined]
             }
             _ => &[],
@@ -80,6 +87,7 @@ impl Algorithm {
             Self::TwoShotStaged => "two-shot-staged",
             Self::Ring => "ring",
             Self::Direct => "direct",
+            Self::Push => "push",
             Self::Staged => "staged",
             Self::Pipelined => "pipelined",
             Self::Switch => "switch",
@@ -97,7 +105,19 @@ impl Algorithm {
     /// Whether buffers must lie in registered memory.
     #[must_use]
     pub const fn needs_registered(self) -> bool {
-        matches!(self, Self::TwoShot | Self::Direct | Self::Switch)
+        matches!(
+            self,
+            Self::TwoShot | Self::Direct | Self::Push | Self::Switch
+        )
+    }
+
+    /// Whether blocks of a collective would overwrite each other in place.
+    #[must_use]
+    pub const fn overwrites(self, collective: Collective) -> bool {
+        matches!(
+            (collective, self),
+            (Collective::AllToAll, Self::Direct | Self::Push)
+        )
     }
 
     /// All-reduce's plan for `ranks` ranks with `blocks` thread blocks each.
@@ -135,6 +155,7 @@ impl Algorithm {
         match self {
             Self::OneShot => one_hop(Way::Packets),
             Self::Direct => one_hop(Way::Direct),
+            Self::Push => one_hop(Way::Push),
             Self::Staged => one_hop(Way::Staged(1)),
             Self::Pipelined => one_hop(Way::Staged(PARTS)),
             _ if ranks == 1 => copy(&name, collective, blocks),

@@ -244,8 +244,8 @@ impl Candidate {
             }
             // Emulated, peer by peer, it only does what others do with less.
             Self::BuiltIn(Algorithm::Switch) => Some(Refusal::NoMulticast),
-            Self::BuiltIn(Algorithm::Direct)
-                if request.collective == Collective::AllToAll
+            Self::BuiltIn(algorithm)
+                if algorithm.overwrites(request.collective)
                     && request.certainly_in_place() != Some(false) =>
             {
                 Some(Refusal::Overwrites)

@@ -59,6 +59,9 @@ pub struct CollectiveOptions {
     pub deterministic: bool,
     /// In which order thread blocks run.
     pub schedule: Schedule,
+    /// Whether a GPU may run a plan by a kernel of its own, as usual, or is to use the executor for all, for tests and
+    /// measurements.
+    pub fused: bool,
 }
 
 /// What an all-reduce is prepared for.
@@ -85,6 +88,7 @@ impl CollectiveOptions {
             in_place: None,
             deterministic: false,
             schedule: Schedule::default(),
+            fused: true,
         }
     }
 
@@ -330,6 +334,7 @@ impl PreparedCollective {
             pre_multiply,
             memory,
             schedule,
+            fused,
             ..
         } = options;
         let buffers = memory.buffers();
@@ -351,6 +356,7 @@ impl PreparedCollective {
                     .plan(collective, communicator.world_size(), choice.blocks)?;
             let mut options = Options::new(dtype, op, piece);
             (options.buffers, options.schedule) = (buffers.clone(), schedule);
+            options.fused = fused;
             options.pre_multiply = pre_multiply;
             let one = Prepared::prepare(communicator.endpoint(), &plan, options, deadline)?;
             prepared.push(one);

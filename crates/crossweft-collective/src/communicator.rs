@@ -355,13 +355,12 @@ impl Communicator {
     /// Collective; blocks.
     ///
     /// # Errors
-    /// [`CollectiveError`]: ranks disagree, the options cannot be, no memory, a peer died or runs on another host,
-    /// or ranks compute on GPUs.
+    /// [`CollectiveError`]: ranks disagree, the options cannot be, no memory, or a peer died or runs on another host.
     pub fn exchange(&self, options: &ExchangeOptions) -> Result<Exchange, CollectiveError> {
         Exchange::prepare(self, options)
     }
 
-    /// Prepares puts into symmetric memory and signals, from the host. Collective; blocks.
+    /// Prepares puts into symmetric memory and signals, from the host or in the order of a stream. Collective; blocks.
     ///
     /// # Errors
     /// As for [`exchange`](Self::exchange).

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_executor as executor;
-use crossweft_executor::{Destination, Kind, Messages, Purpose, Source};
-use crossweft_hal::Memory;
+use crossweft_executor::{Destination, Kind, Messages, Purpose, Region, Source};
+use crossweft_hal::{Memory, cuda};
 
 use smallvec::SmallVec;
 
@@ -19,28 +19,18 @@ use crate::error::CollectiveError;
 type PerRank<T> = SmallVec<[T; 16]>;
 
 /// What an exchange is prepared for. The same on every rank.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ExchangeOptions {
-    /// Slots of each pair's ring: a power of two. As many small messages of a pair, or pieces of a large one,
-    /// may be under way.
-    pub slots: u32,
-    /// Bytes of a slot: a multiple of 64, at least 128. Each rank has a ring for every rank.
-    pub slot_bytes: u64,
+    /// Slots of each ring, a power of two, and their bytes, a multiple of 64 and at least 128; `None` for what is usual
+    /// on the ranks' devices. As many small messages of a pair, or pieces of a large one, may be under way.
+    pub rings: Option<(u32, u64)>,
+    /// Rings that each rank has for every rank; `None` for what is usual. Large messages are spread over them.
+    pub lanes: Option<u32>,
     /// Symmetric memories from which receivers copy large messages themselves, which saves one copy.
     pub memories: Vec<SymmetricBuffer>,
-}
-
-impl Default for ExchangeOptions {
-    /// The usual rings, no symmetric memory.
-    fn default() -> Self {
-        let usual = executor::ExchangeOptions::new(std::time::Duration::ZERO);
-        Self {
-            slots: usual.slots,
-            slot_bytes: usual.slot_bytes,
-            memories: Vec::new(),
-        }
-    }
+    /// Element types of reduce-scatters on a GPU, whose kernels are loaded with the exchange.
+    pub reduces: Vec<DataType>,
 }
 
 impl ExchangeOptions {
@@ -54,7 +44,21 @@ impl ExchangeOptions {
     /// Rings of `slots` slots of `slot_bytes` bytes.
     #[must_use]
     pub fn rings(mut self, slots: u32, slot_bytes: u64) -> Self {
-        (self.slots, self.slot_bytes) = (slots, slot_bytes);
+        self.rings = Some((slots, slot_bytes));
+        self
+    }
+
+    /// `lanes` rings for each pair of ranks.
+    #[must_use]
+    pub fn lanes(mut self, lanes: u32) -> Self {
+        self.lanes = Some(lanes);
+        self
+    }
+
+    /// Elements of `dtype` are reduced too, on a GPU. The CPU reduces all types.
+    #[must_use]
+    pub fn reducing(mut self, dtype: DataType) -> Self {
+        self.reduces.push(dtype);
         self
     }
 }
@@ -160,8 +164,8 @@ impl<'a> Blocks<'a> {
         self,
         dtype: DataType,
         ranks: u32,
-        length: usize,
-    ) -> Result<PerRank<Range<usize>>, String> {
+        length: u64,
+    ) -> Result<PerRank<Range<u64>>, String> {
         let counts = self.counts.read("counts", ranks)?;
         let displacements = self.displacements;
         let displacements = displacements.map(|d| d.read("displacements", ranks));
@@ -172,7 +176,7 @@ impl<'a> Blocks<'a> {
             let start = displacements.as_ref().map_or(packed, |starts| starts[rank]);
             let end = start.checked_add(count);
             packed = packed.saturating_add(count);
-            let bytes = |elements: u64| usize::try_from(elements.checked_mul(size)?).ok();
+            let bytes = |elements: u64| elements.checked_mul(size);
             let range = bytes(start).zip(end.and_then(bytes));
             match range.filter(|&(_, end)| end <= length) {
                 Some((start, end)) => Ok(start..end),
@@ -254,6 +258,58 @@ impl<'a> Group<'a> {
         self
     }
 
+    /// Sends elements of `dtype` in memory of this rank's device to `peer`. What lies in a symmetric buffer that the exchange
+    /// was prepared with is read by the receiver itself if the message is large.
+    pub fn send_region(&mut self, peer: u32, dtype: DataType, region: Region) -> &mut Self {
+        let source = Source::Region(region);
+        self.0.send(peer, message(dtype), source);
+        self
+    }
+
+    /// Receives elements of `dtype` into memory of this rank's device.
+    pub fn recv_region(&mut self, peer: u32, dtype: DataType, region: Region) -> &mut Self {
+        let destination = Destination::Region(region);
+        self.0.receive(peer, message(dtype), destination);
+        self
+    }
+
+    /// Sends a range of bytes of a memory of this rank's device to `peer`.
+    pub fn send_memory(
+        &mut self,
+        peer: u32,
+        dtype: DataType,
+        memory: &'a Memory,
+        range: Range<u64>,
+    ) -> &mut Self {
+        let source = Source::Memory(memory, range);
+        self.0.send(peer, message(dtype), source);
+        self
+    }
+
+    /// Receives into a range of bytes of a memory of this rank's device.
+    pub fn recv_memory(
+        &mut self,
+        peer: u32,
+        dtype: DataType,
+        memory: &'a Memory,
+        range: Range<u64>,
+    ) -> &mut Self {
+        let destination = Destination::Memory(memory, range);
+        self.0.receive(peer, message(dtype), destination);
+        self
+    }
+
+    /// Does all of it in the order of a stream of this rank's GPU, which may be recording a graph; returns at once. What
+    /// goes wrong on the device shows up in [`Exchange::check`]. Replays of a graph must not run while other groups of the
+    /// exchange do, and not outlive it.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Exchange`]: the ranks are on the CPU, memory is neither given by address nor a symmetric buffer that
+    /// the exchange was prepared with, an earlier group has failed, or the device refused something.
+    pub fn run_on(&mut self, stream: &cuda::Stream) -> Result<(), CollectiveError> {
+        Ok(self.0.run_on(stream)?)
+    }
+
     /// Does all of it. Blocks until every receive is complete and the buffer of every send may be changed.
     ///
     /// # Errors
@@ -275,12 +331,17 @@ impl Exchange {
         communicator: &Communicator,
         options: &ExchangeOptions,
     ) -> Result<Self, CollectiveError> {
-        let mut inner = executor::ExchangeOptions::new(communicator.timeout());
-        (inner.slots, inner.slot_bytes) = (options.slots, options.slot_bytes);
+        let (endpoint, timeout) = (communicator.endpoint(), communicator.timeout());
+        let mut inner = executor::ExchangeOptions::usual(endpoint.device(), timeout);
+        if let Some(rings) = options.rings {
+            (inner.slots, inner.slot_bytes) = rings;
+        }
+        inner.lanes = options.lanes.unwrap_or(inner.lanes);
+        inner.reduces.clone_from(&options.reduces);
         let memories = options.memories.iter().map(SymmetricBuffer::registered);
         inner.memories = memories.collect();
         let deadline = std::time::Instant::now() + communicator.timeout();
-        let inner = executor::Exchange::prepare(communicator.endpoint(), inner, deadline)?;
+        let inner = executor::Exchange::prepare(endpoint, inner, deadline)?;
         Ok(Self { inner })
     }
 
@@ -294,6 +355,31 @@ impl Exchange {
     #[inline]
     pub fn group(&self) -> Group<'_> {
         Group(self.inner.messages())
+    }
+
+    /// Whether every group and collective that has ended, ended well; does not block. On a GPU, ask after the stream has
+    /// come to its end.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Exchange`]: what ended the first that ended badly.
+    pub fn check(&self) -> Result<(), CollectiveError> {
+        Ok(self.inner.check()?)
+    }
+
+    /// Ends the waits of all that was launched on a GPU, and will be, within about a millisecond: for who has heard of a
+    /// failure while nobody waits for the stream.
+    pub fn end_waits(&self) {
+        self.inner.end_waits();
+    }
+
+    /// The collectives on buffers anywhere, in the order of a stream of this rank's GPU, or, without one, until they have
+    /// ended.
+    #[must_use]
+    pub fn calls<'a>(&'a self, stream: Option<&'a cuda::Stream>) -> Calls<'a> {
+        Calls {
+            exchange: &self.inner,
+            stream,
+        }
     }
 
     /// Sends bytes to `peer`. Blocks until `data` may be changed; a large message waits for its receiver.
@@ -323,15 +409,8 @@ impl Exchange {
         (input, sent): (&[u8], Blocks<'_>),
         (output, received): (&mut [u8], Blocks<'_>),
     ) -> Result<(), CollectiveError> {
-        let call = self.call("all-to-all-v", dtype, Purpose::AllToAll);
-        let sent = call.ranges(sent, input.len())?;
-        let mut messages = self.inner.messages();
-        for peer in self.peers() {
-            let block = &input[sent[peer as usize].clone()];
-            messages.send(peer, call.kind, Source::Slice(block));
-        }
-        let own = call.receive_all(&mut messages, output, received)?;
-        call.copy(&input[sent[call.rank as usize].clone()], own, messages)
+        self.here()
+            .all_to_all_v(dtype, (input, sent), (output, received))
     }
 
     /// Block `r` of every rank's `output` becomes rank `r`'s `input`. All ranks call it, with the same counts.
@@ -344,13 +423,7 @@ impl Exchange {
         input: &[u8],
         (output, blocks): (&mut [u8], Blocks<'_>),
     ) -> Result<(), CollectiveError> {
-        let call = self.call("all-gather-v", dtype, Purpose::AllGather);
-        let mut messages = self.inner.messages();
-        for peer in self.peers() {
-            messages.send(peer, call.kind, Source::Slice(input));
-        }
-        let own = call.receive_all(&mut messages, output, blocks)?;
-        call.copy(input, own, messages)
+        self.here().all_gather_v(dtype, input, (output, blocks))
     }
 
     /// [`all_gather_v`](Self::all_gather_v) of this rank's block of `data` itself.
@@ -362,13 +435,7 @@ impl Exchange {
         dtype: DataType,
         (data, blocks): (&mut [u8], Blocks<'_>),
     ) -> Result<(), CollectiveError> {
-        let call = self.call("all-gather-v", dtype, Purpose::AllGather);
-        let mut messages = self.inner.messages();
-        let own: &[u8] = call.receive_all(&mut messages, data, blocks)?;
-        for peer in self.peers() {
-            messages.send(peer, call.kind, Source::Slice(own));
-        }
-        Ok(messages.run()?)
+        self.here().all_gather_v_in_place(dtype, (data, blocks))
     }
 
     /// Block `r` of the root's `output` becomes rank `r`'s `input`. All ranks call it with one root; `output` is
@@ -383,17 +450,7 @@ impl Exchange {
         input: &[u8],
         output: Option<(&mut [u8], Blocks<'_>)>,
     ) -> Result<(), CollectiveError> {
-        let call = self.call("gather-v", dtype, Purpose::Gather);
-        let mut messages = self.inner.messages();
-        if call.rank != root {
-            messages.send(root, call.kind, Source::Slice(input));
-            return Ok(messages.run()?);
-        }
-        let Some((output, blocks)) = output else {
-            return Err(call.usage("the root gave no output"));
-        };
-        let own = call.receive_all(&mut messages, output, blocks)?;
-        call.copy(input, own, messages)
+        self.here().gather_v(root, dtype, input, output)
     }
 
     /// Rank `r`'s `output` becomes block `r` of the root's `input`. All ranks call it with one root; `input` is of
@@ -408,21 +465,7 @@ impl Exchange {
         input: Option<(&[u8], Blocks<'_>)>,
         output: &mut [u8],
     ) -> Result<(), CollectiveError> {
-        let call = self.call("scatter-v", dtype, Purpose::Scatter);
-        let mut messages = self.inner.messages();
-        if call.rank != root {
-            messages.receive(root, call.kind, Destination::Slice(output));
-            return Ok(messages.run()?);
-        }
-        let Some((input, blocks)) = input else {
-            return Err(call.usage("the root gave no input"));
-        };
-        let ranges = call.ranges(blocks, input.len())?;
-        for peer in self.peers() {
-            let block = &input[ranges[peer as usize].clone()];
-            messages.send(peer, call.kind, Source::Slice(block));
-        }
-        call.copy(&input[ranges[root as usize].clone()], output, messages)
+        self.here().scatter_v(root, dtype, input, output)
     }
 
     /// Rank `r`'s `output` becomes the reduction of block `r` of all ranks' `input`, in rank order: the same
@@ -437,22 +480,223 @@ impl Exchange {
         (input, blocks): (&[u8], Blocks<'_>),
         output: &mut [u8],
     ) -> Result<(), CollectiveError> {
-        let call = self.call("reduce-scatter-v", dtype, Purpose::ReduceScatter(op));
-        let ranges = call.ranges(blocks, input.len())?;
-        let mut messages = self.inner.messages();
+        self.here()
+            .reduce_scatter_v(dtype, op, (input, blocks), output)
+    }
+
+    fn here(&self) -> Calls<'_> {
+        self.calls(None)
+    }
+}
+
+/// The collectives of an [`Exchange`], wherever buffers lie: in the host's memory where ranks compute on it, in memory of their
+/// device, or at an address. In the order of a stream, they return at once; what goes wrong on the device then shows up in
+/// [`Exchange::check`], and buffers must be given by address, for nobody else would keep them.
+#[derive(Clone, Copy, Debug)]
+pub struct Calls<'a> {
+    exchange: &'a executor::Exchange,
+    stream: Option<&'a cuda::Stream>,
+}
+
+impl Calls<'_> {
+    /// [`Exchange::all_to_all_v`].
+    ///
+    /// # Errors
+    /// As there; on a stream, as for [`Group::run_on`].
+    pub fn all_to_all_v<'b>(
+        &self,
+        dtype: DataType,
+        (input, sent): (impl Into<Input<'b>>, Blocks<'_>),
+        (output, received): (impl Into<Output<'b>>, Blocks<'_>),
+    ) -> Result<(), CollectiveError> {
+        self.all_to_all(dtype, (input.into(), sent), (output.into(), received))
+    }
+
+    /// [`Exchange::all_gather_v`].
+    ///
+    /// # Errors
+    /// As there; on a stream, as for [`Group::run_on`].
+    pub fn all_gather_v<'b>(
+        &self,
+        dtype: DataType,
+        input: impl Into<Input<'b>>,
+        (output, blocks): (impl Into<Output<'b>>, Blocks<'_>),
+    ) -> Result<(), CollectiveError> {
+        self.all_gather(dtype, Some(input.into()), (output.into(), blocks))
+    }
+
+    /// [`Exchange::all_gather_v_in_place`].
+    ///
+    /// # Errors
+    /// As there; on a stream, as for [`Group::run_on`].
+    pub fn all_gather_v_in_place<'b>(
+        &self,
+        dtype: DataType,
+        (data, blocks): (impl Into<Output<'b>>, Blocks<'_>),
+    ) -> Result<(), CollectiveError> {
+        self.all_gather(dtype, None, (data.into(), blocks))
+    }
+
+    /// [`Exchange::gather_v`].
+    ///
+    /// # Errors
+    /// As there; on a stream, as for [`Group::run_on`].
+    pub fn gather_v<'b>(
+        &self,
+        root: u32,
+        dtype: DataType,
+        input: impl Into<Input<'b>>,
+        output: Option<(impl Into<Output<'b>>, Blocks<'_>)>,
+    ) -> Result<(), CollectiveError> {
+        let output = output.map(|(output, blocks)| (output.into(), blocks));
+        self.gather(root, dtype, input.into(), output)
+    }
+
+    /// [`Exchange::scatter_v`].
+    ///
+    /// # Errors
+    /// As there; on a stream, as for [`Group::run_on`].
+    pub fn scatter_v<'b>(
+        &self,
+        root: u32,
+        dtype: DataType,
+        input: Option<(impl Into<Input<'b>>, Blocks<'_>)>,
+        output: impl Into<Output<'b>>,
+    ) -> Result<(), CollectiveError> {
+        let input = input.map(|(input, blocks)| (input.into(), blocks));
+        self.scatter(root, dtype, input, output.into())
+    }
+
+    /// [`Exchange::reduce_scatter_v`]; on a GPU, of a type that the exchange was prepared to
+    /// [reduce](ExchangeOptions::reducing).
+    ///
+    /// # Errors
+    /// As there; on a stream, as for [`Group::run_on`].
+    pub fn reduce_scatter_v<'b>(
+        &self,
+        dtype: DataType,
+        op: ReduceOp,
+        (input, blocks): (impl Into<Input<'b>>, Blocks<'_>),
+        output: impl Into<Output<'b>>,
+    ) -> Result<(), CollectiveError> {
+        self.reduce_scatter(dtype, op, (input.into(), blocks), output.into())
+    }
+
+    fn all_to_all(
+        &self,
+        dtype: DataType,
+        (input, sent): (Input<'_>, Blocks<'_>),
+        (output, received): (Output<'_>, Blocks<'_>),
+    ) -> Result<(), CollectiveError> {
+        let call = self.call("all-to-all-v", dtype, Purpose::AllToAll);
+        let sent = call.blocks(input, sent)?;
+        let mut messages = self.exchange.messages();
         for peer in self.peers() {
-            let block = &input[ranges[peer as usize].clone()];
-            messages.send(peer, call.kind, Source::Slice(block));
+            messages.send(peer, call.kind, sent[peer as usize].source());
         }
-        let own = &input[ranges[call.rank as usize].clone()];
-        call.same_size(own, output)?;
-        messages.reduce(dtype, op, own, output);
-        Ok(messages.run()?)
+        let own = call.receive_all(&mut messages, output, received)?;
+        call.copy(&mut messages, sent[call.rank as usize], own)?;
+        self.run(messages)
+    }
+
+    /// Of this rank's block of the output itself, if there is no input.
+    fn all_gather(
+        &self,
+        dtype: DataType,
+        input: Option<Input<'_>>,
+        (output, blocks): (Output<'_>, Blocks<'_>),
+    ) -> Result<(), CollectiveError> {
+        let call = self.call("all-gather-v", dtype, Purpose::AllGather);
+        let mut messages = self.exchange.messages();
+        let own = call.receive_all(&mut messages, output, blocks)?;
+        let input = match input {
+            None => own.into_input(),
+            Some(input) => {
+                call.copy(&mut messages, input, own)?;
+                input
+            }
+        };
+        for peer in self.peers() {
+            messages.send(peer, call.kind, input.source());
+        }
+        self.run(messages)
+    }
+
+    fn gather(
+        &self,
+        root: u32,
+        dtype: DataType,
+        input: Input<'_>,
+        output: Option<(Output<'_>, Blocks<'_>)>,
+    ) -> Result<(), CollectiveError> {
+        let call = self.call("gather-v", dtype, Purpose::Gather);
+        let mut messages = self.exchange.messages();
+        if call.rank != root {
+            messages.send(root, call.kind, input.source());
+            return self.run(messages);
+        }
+        let Some((output, blocks)) = output else {
+            return Err(call.usage("the root gave no output"));
+        };
+        let own = call.receive_all(&mut messages, output, blocks)?;
+        call.copy(&mut messages, input, own)?;
+        self.run(messages)
+    }
+
+    fn scatter(
+        &self,
+        root: u32,
+        dtype: DataType,
+        input: Option<(Input<'_>, Blocks<'_>)>,
+        output: Output<'_>,
+    ) -> Result<(), CollectiveError> {
+        let call = self.call("scatter-v", dtype, Purpose::Scatter);
+        let mut messages = self.exchange.messages();
+        if call.rank != root {
+            messages.receive(root, call.kind, output.destination());
+            return self.run(messages);
+        }
+        let Some((input, blocks)) = input else {
+            return Err(call.usage("the root gave no input"));
+        };
+        let blocks = call.blocks(input, blocks)?;
+        for peer in self.peers() {
+            messages.send(peer, call.kind, blocks[peer as usize].source());
+        }
+        call.copy(&mut messages, blocks[root as usize], output)?;
+        self.run(messages)
+    }
+
+    fn reduce_scatter(
+        &self,
+        dtype: DataType,
+        op: ReduceOp,
+        (input, blocks): (Input<'_>, Blocks<'_>),
+        output: Output<'_>,
+    ) -> Result<(), CollectiveError> {
+        let call = self.call("reduce-scatter-v", dtype, Purpose::ReduceScatter(op));
+        let blocks = call.blocks(input, blocks)?;
+        let mut messages = self.exchange.messages();
+        for peer in self.peers() {
+            messages.send(peer, call.kind, blocks[peer as usize].source());
+        }
+        let own = blocks[call.rank as usize];
+        call.same_size(own, &output)?;
+        messages.reduce(dtype, op, own.source(), output.destination());
+        self.run(messages)
+    }
+
+    fn run(&self, mut messages: Messages<'_>) -> Result<(), CollectiveError> {
+        match self.stream {
+            None => messages.run()?,
+            Some(stream) => messages.run_on(stream)?,
+        }
+        Ok(())
     }
 
     /// The other ranks, beginning with the one after this: so that not all send to the same one first.
     fn peers(&self) -> impl Iterator<Item = u32> + use<> {
-        let (rank, ranks) = (self.inner.rank(), self.inner.world_size());
+        let (rank, ranks) = (self.exchange.rank(), self.exchange.world_size());
         (1..ranks).map(move |k| (rank + k) % ranks)
     }
 
@@ -460,8 +704,150 @@ impl Exchange {
         Call {
             name,
             kind: Kind { dtype, purpose },
-            rank: self.inner.rank(),
-            ranks: self.inner.world_size(),
+            rank: self.exchange.rank(),
+            ranks: self.exchange.world_size(),
+        }
+    }
+}
+
+/// What is sent, wherever it lies.
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a>(Buffer<&'a [u8], &'a Memory>);
+
+/// Where messages go, wherever it lies.
+#[derive(Debug)]
+pub struct Output<'a>(Buffer<&'a mut [u8], &'a Memory>);
+
+#[derive(Clone, Copy, Debug)]
+enum Buffer<S, M> {
+    Slice(S),
+    Region(Region),
+    /// From a byte, so many.
+    Memory(M, u64, u64),
+}
+
+impl<'a> From<&'a [u8]> for Input<'a> {
+    fn from(data: &'a [u8]) -> Self {
+        Self(Buffer::Slice(data))
+    }
+}
+
+impl From<Region> for Input<'_> {
+    fn from(region: Region) -> Self {
+        Self(Buffer::Region(region))
+    }
+}
+
+/// A range of bytes.
+impl<'a> From<(&'a Memory, Range<u64>)> for Input<'a> {
+    fn from((memory, range): (&'a Memory, Range<u64>)) -> Self {
+        let bytes = range.end.saturating_sub(range.start);
+        Self(Buffer::Memory(memory, range.start, bytes))
+    }
+}
+
+impl<'a> From<&'a mut [u8]> for Output<'a> {
+    fn from(data: &'a mut [u8]) -> Self {
+        Self(Buffer::Slice(data))
+    }
+}
+
+impl From<Region> for Output<'_> {
+    fn from(region: Region) -> Self {
+        Self(Buffer::Region(region))
+    }
+}
+
+/// A range of bytes.
+impl<'a> From<(&'a Memory, Range<u64>)> for Output<'a> {
+    fn from((memory, range): (&'a Memory, Range<u64>)) -> Self {
+        let bytes = range.end.saturating_sub(range.start);
+        Self(Buffer::Memory(memory, range.start, bytes))
+    }
+}
+
+impl<'a> Input<'a> {
+    const fn bytes(self) -> u64 {
+        match self.0 {
+            Buffer::Slice(data) => data.len() as u64,
+            Buffer::Region(region) => region.bytes(),
+            Buffer::Memory(_, _, bytes) => bytes,
+        }
+    }
+
+    /// A range of it; nothing if that lies outside.
+    fn part(self, range: &Range<u64>) -> Option<Self> {
+        Some(Self(match self.0 {
+            Buffer::Slice(data) => {
+                Buffer::Slice(data.get(range.start as usize..range.end as usize)?)
+            }
+            Buffer::Region(region) => Buffer::Region(region.part(range.clone())?),
+            Buffer::Memory(memory, start, bytes) => {
+                let length = range.end.checked_sub(range.start)?;
+                (range.end <= bytes).then_some(Buffer::Memory(
+                    memory,
+                    start + range.start,
+                    length,
+                ))?
+            }
+        }))
+    }
+
+    const fn source(self) -> Source<'a> {
+        match self.0 {
+            Buffer::Slice(data) => Source::Slice(data),
+            Buffer::Region(region) => Source::Region(region),
+            Buffer::Memory(memory, start, bytes) => Source::Memory(memory, start..start + bytes),
+        }
+    }
+}
+
+impl<'a> Output<'a> {
+    const fn bytes(&self) -> u64 {
+        match &self.0 {
+            Buffer::Slice(data) => data.len() as u64,
+            Buffer::Region(region) => region.bytes(),
+            Buffer::Memory(_, _, bytes) => *bytes,
+        }
+    }
+
+    /// Two parts, the first of so many bytes; nothing if it has not as many.
+    fn split(self, first: u64) -> Option<(Self, Self)> {
+        let (a, b) = match self.0 {
+            Buffer::Slice(data) => {
+                let (a, b) = data.split_at_mut_checked(first as usize)?;
+                (Buffer::Slice(a), Buffer::Slice(b))
+            }
+            Buffer::Region(region) => {
+                let rest = region.part(first..region.bytes())?;
+                (Buffer::Region(region.part(0..first)?), Buffer::Region(rest))
+            }
+            Buffer::Memory(memory, start, bytes) => {
+                let rest = bytes.checked_sub(first)?;
+                (
+                    Buffer::Memory(memory, start, first),
+                    Buffer::Memory(memory, start + first, rest),
+                )
+            }
+        };
+        Some((Self(a), Self(b)))
+    }
+
+    fn into_input(self) -> Input<'a> {
+        Input(match self.0 {
+            Buffer::Slice(data) => Buffer::Slice(data),
+            Buffer::Region(region) => Buffer::Region(region),
+            Buffer::Memory(memory, start, bytes) => Buffer::Memory(memory, start, bytes),
+        })
+    }
+
+    fn destination(self) -> Destination<'a> {
+        match self.0 {
+            Buffer::Slice(data) => Destination::Slice(data),
+            Buffer::Region(region) => Destination::Region(region),
+            Buffer::Memory(memory, start, bytes) => {
+                Destination::Memory(memory, start..start + bytes)
+            }
         }
     }
 }
@@ -485,14 +871,26 @@ impl Call {
     fn ranges(
         &self,
         blocks: Blocks<'_>,
-        length: usize,
-    ) -> Result<PerRank<Range<usize>>, CollectiveError> {
+        length: u64,
+    ) -> Result<PerRank<Range<u64>>, CollectiveError> {
         let ranges = blocks.ranges(self.kind.dtype, self.ranks, length);
         ranges.map_err(|reason| self.usage(reason))
     }
 
-    fn same_size(&self, input: &[u8], output: &[u8]) -> Result<(), CollectiveError> {
-        match (input.len(), output.len()) {
+    /// The block of each rank.
+    fn blocks<'a>(
+        &self,
+        input: Input<'a>,
+        blocks: Blocks<'_>,
+    ) -> Result<PerRank<Input<'a>>, CollectiveError> {
+        let ranges = self.ranges(blocks, input.bytes())?;
+        let outside = || self.usage("a block lies outside of the input");
+        let part = |range| input.part(range).ok_or_else(outside);
+        ranges.iter().map(part).collect()
+    }
+
+    fn same_size(&self, input: Input<'_>, output: &Output<'_>) -> Result<(), CollectiveError> {
+        match (input.bytes(), output.bytes()) {
             (input, output) if input != output => Err(self.usage(format!(
                 "this rank's own block has {input} bytes in the input, {output} in the output"
             ))),
@@ -504,61 +902,65 @@ impl Call {
     fn receive_all<'a>(
         &self,
         messages: &mut Messages<'a>,
-        data: &'a mut [u8],
+        data: Output<'a>,
         blocks: Blocks<'_>,
-    ) -> Result<&'a mut [u8], CollectiveError> {
-        let mut own: &mut [u8] = &mut [];
+    ) -> Result<Output<'a>, CollectiveError> {
+        let mut own = Output::from(&mut [][..]);
         for (peer, block) in self.carve(data, blocks)? {
             if peer == self.rank {
                 own = block;
             } else {
-                messages.receive(peer, self.kind, Destination::Slice(block));
+                messages.receive(peer, self.kind, block.destination());
             }
         }
         Ok(own)
     }
 
-    /// Runs `messages` and copies this rank's own block, which needs no message.
-    fn copy(
+    /// Adds a copy of this rank's own block, which needs no message.
+    fn copy<'a>(
         &self,
-        from: &[u8],
-        to: &mut [u8],
-        mut messages: Messages<'_>,
+        messages: &mut Messages<'a>,
+        from: Input<'a>,
+        to: Output<'a>,
     ) -> Result<(), CollectiveError> {
-        self.same_size(from, to)?;
-        messages.run()?;
-        to.copy_from_slice(from);
+        self.same_size(from, &to)?;
+        if from.bytes() > 0 {
+            messages.copy(self.kind, from.source(), to.destination());
+        }
         Ok(())
     }
 
     /// The blocks of `data` with their ranks, in the order in which they lie.
     fn carve<'a>(
         &self,
-        data: &'a mut [u8],
+        data: Output<'a>,
         blocks: Blocks<'_>,
-    ) -> Result<PerRank<(u32, &'a mut [u8])>, CollectiveError> {
-        let ranges = self.ranges(blocks, data.len())?;
+    ) -> Result<PerRank<(u32, Output<'a>)>, CollectiveError> {
+        let ranges = self.ranges(blocks, data.bytes())?;
         let mut order: PerRank<_> = (0..self.ranks).zip(ranges).collect();
         order.sort_unstable_by_key(|(_, range)| (range.start, range.end));
-        let mut rest = data;
-        let mut begin = 0;
-        let carved = order.into_iter().map(|(rank, range)| {
-            // What has no elements may lie anywhere, inside another block too.
-            if range.is_empty() {
-                let none: &mut [u8] = &mut [];
-                return Ok((rank, none));
-            }
-            let Some(skipped) = range.start.checked_sub(begin) else {
-                return Err(self.usage(format!(
+        let mut carved = PerRank::new();
+        let (mut rest, mut begin) = (data, 0);
+        for (rank, range) in order {
+            let overlaps = || {
+                self.usage(format!(
                     "the block of rank {rank} overlaps another one in the output"
-                )));
+                ))
             };
-            begin = range.end;
-            let (_, from) = std::mem::take(&mut rest).split_at_mut(skipped);
-            let (block, after) = from.split_at_mut(range.len());
+            // What has no elements may lie anywhere, inside another block too.
+            let (skipped, bytes) = match range.is_empty() {
+                true => (0, 0),
+                false => {
+                    let skipped = range.start.checked_sub(begin).ok_or_else(overlaps)?;
+                    begin = range.end;
+                    (skipped, range.end - range.start)
+                }
+            };
+            let (_, from) = rest.split(skipped).ok_or_else(overlaps)?;
+            let (block, after) = from.split(bytes).ok_or_else(overlaps)?;
+            carved.push((rank, block));
             rest = after;
-            Ok((rank, block))
-        });
-        carved.collect()
+        }
+        Ok(carved)
     }
 }

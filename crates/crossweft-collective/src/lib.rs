@@ -39,11 +39,11 @@ pub use candidate::{
 pub use collective::{AllReduce, AllReduceOptions, CollectiveOptions, Memory, PreparedCollective};
 pub use communicator::{Communicator, CommunicatorOptions, SymmetricBuffer};
 pub use crossweft_device::{DataType, ReduceOp};
-pub use crossweft_executor::{ExchangeError, OneSided, Scalar, Schedule};
+pub use crossweft_executor::{ExchangeError, OneSided, Region, Scalar, Schedule};
 pub use crossweft_plan::Collective;
 pub use devices::Devices;
 pub use error::{CollectiveError, SelectorDifference};
-pub use exchange::{Blocks, Counts, Exchange, ExchangeOptions, Group};
+pub use exchange::{Blocks, Calls, Counts, Exchange, ExchangeOptions, Group, Input, Output};
 pub use explain::{Explained, Explanation, Verdict};
 pub use fingerprint::Fingerprint;
 pub use registry::{PLANS_VARIABLE, Registry, RegistryError};

@@ -22,6 +22,8 @@ pub(crate) enum Way {
     Packets,
     /// Straight between inputs and outputs, which must be registered memory.
     Direct,
+    /// The same, written by who has them.
+    Push,
     /// Through scratch memory of the sender's, in so many parts, one behind the other.
     Staged(u32),
 }
@@ -47,8 +49,10 @@ pub(crate) fn plan(
             Way::Packets => b.packets(flow.packet_slots(), PacketType::Ll16),
             Way::Staged(_) => b.scratch(flow.input_blocks * blocks * parts.min(2), true),
             // Peers read from inputs for as long as outputs are written.
-            Way::Direct if collective == Collective::AllToAll => b.in_place(InPlace::Forbidden),
-            Way::Direct => b,
+            Way::Direct | Way::Push if collective == Collective::AllToAll => {
+                b.in_place(InPlace::Forbidden)
+            }
+            Way::Direct | Way::Push => b,
         };
     }
     let links = Links::new(&mut b, &flow, way, blocks);
@@ -67,6 +71,7 @@ pub(crate) fn plan(
             match way {
                 Way::Packets => ops.packets(),
                 Way::Direct if flow.pushes() => ops.push(),
+                Way::Push => ops.push(),
                 Way::Direct => ops.pull(),
                 Way::Staged(_) => ops.staged(parts),
             }

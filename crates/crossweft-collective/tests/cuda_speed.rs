@@ -12,12 +12,15 @@ use crossweft_collective::{
 use crossweft_device::Raw;
 use crossweft_device::executor::Counters;
 use crossweft_device::fifo::{Fifo, TRIGGER_BYTES};
+use crossweft_device::gpu::bulk::{ALIGNMENT, BUFFERS};
 use crossweft_executor::{Buffers, Options, Prepared, RawBuffers};
 use crossweft_hal::Device;
 use crossweft_hal::cuda::{
     Argument, CompileOptions, Context, Driver, Event, Kernel, Module, PinnedMemory, Shape, Stream,
 };
-use crossweft_kernels::{GpuContext, MAX_FUSED, OneShot, bench, bench_module};
+use crossweft_kernels::{
+    GpuContext, MAX_FUSED, OneShot, bench, bench_module, channel, channel_module,
+};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const CALLS: u32 = 100;
@@ -84,6 +87,85 @@ fn in_graph(
         }
     }
     median(times)
+}
+
+/// Median time of a launch in microseconds, of `calls` at a time.
+fn back_to_back(stream: &Stream, calls: u32, launch: impl Fn(&Stream)) -> f64 {
+    let context = stream.context();
+    let (start, end) = (
+        Event::with_timing(context).unwrap(),
+        Event::with_timing(context).unwrap(),
+    );
+    let mut times = Vec::new();
+    for replay in 0..6 {
+        launch(stream);
+        start.record(stream).unwrap();
+        for _ in 0..calls {
+            launch(stream);
+        }
+        end.record(stream).unwrap();
+        stream.synchronize(Instant::now() + LIMIT).unwrap();
+        if replay > 0 {
+            times.push(end.since(&start).unwrap().as_secs_f64() * 1e6 / f64::from(calls));
+        }
+    }
+    median(times).0
+}
+
+/// Copies inside one GPU by few and by many blocks: through registers, and in bulk through shared memory of several sizes.
+#[test]
+fn bulk_copies_beside_vectors() {
+    let Some(context) = context() else { return };
+    let stream = Stream::new(&context).unwrap();
+    let device = Device::Cuda(context.clone());
+    let most = 256_u64 << 20;
+    let (a, b) = (
+        device.allocate(most).unwrap(),
+        device.allocate(most).unwrap(),
+    );
+    let (to, from) = (a.addr(), b.addr());
+    let vectors = kernel(&context, bench::COPY);
+    let module = channel_module(90).unwrap();
+    let options = CompileOptions {
+        max_registers: Some(crossweft_kernels::MAX_REGISTERS),
+        ..CompileOptions::default()
+    };
+    let module = Module::load(&context, module.name, module.ptx, &options).unwrap();
+    let bulk = module.kernel(channel::BULK_COPY).unwrap();
+    let stages = [4, 8, 16, 26].map(|kib| ALIGNMENT + BUFFERS * (kib << 10));
+    bulk.allow_shared_bytes(stages[3] as u32).unwrap();
+    println!("GB/s by vectors, then in bulk through 8 buffers of 4, 8, 16 and 26 KiB");
+    for bytes in [1_u64 << 20, 4 << 20, 16 << 20, 64 << 20, most] {
+        for blocks in [1, 2, 4, 8, 16, 32, 64, 132] {
+            // Some 8 GB/s for each block and turn, and some milliseconds.
+            let calls = ((u64::from(blocks) * (256 << 20)) / bytes).clamp(1, 50) as u32;
+            let by_vectors = back_to_back(&stream, calls, |stream| {
+                let arguments = [(&to).into(), (&from).into(), (&bytes).into()];
+                // SAFETY: what the kernel takes; the memory is kept.
+                unsafe { vectors.launch(stream, &Shape::linear(blocks, 384), &arguments) }.unwrap();
+            });
+            let in_bulk = stages.map(|shared| {
+                back_to_back(&stream, calls, |stream| {
+                    let arguments = [
+                        (&to).into(),
+                        (&from).into(),
+                        (&bytes).into(),
+                        (&shared).into(),
+                    ];
+                    let shape = Shape::linear(blocks, 128).with_shared_bytes(shared as u32);
+                    // SAFETY: as above.
+                    unsafe { bulk.launch(stream, &shape, &arguments) }.unwrap();
+                })
+            });
+            let speed = |us: f64| format!("{:7.1}", bytes as f64 / us / 1e3);
+            println!(
+                "{:>3} MiB, {blocks:>3} blocks: {} | {}",
+                bytes >> 20,
+                speed(by_vectors),
+                in_bulk.map(speed).join(" ")
+            );
+        }
+    }
 }
 
 /// What a trigger takes from a kernel to a handler on the host and, handled, back to the kernel.

@@ -435,8 +435,14 @@ fn one_hops_of_all_collectives_run_in_one_piece_on_gpus() {
     ];
     for ranks in [2, 3, 8, 16] {
         for collective in all.into_iter().chain(rooted(0)).chain(rooted(ranks - 1)) {
-            for (algorithm, of_packets) in [(Algorithm::OneShot, true), (Algorithm::Direct, false)]
-            {
+            for (algorithm, of_packets) in [
+                (Algorithm::OneShot, true),
+                (Algorithm::Direct, false),
+                (Algorithm::Push, false),
+            ] {
+                if !Algorithm::of(collective).contains(&algorithm) {
+                    continue;
+                }
                 let form = match (collective, of_packets) {
                     (Collective::ReduceScatter, true) => "one-shot",
                     (Collective::ReduceScatter, false) => "two-shot",

@@ -6,6 +6,8 @@
 
 use crate::block::Block;
 use crate::fifo::{Fifo, Trigger, TriggerKind};
+use crate::gpu::bulk::Stage;
+use crate::gpu::lines;
 use crate::memory::Memory;
 use crate::packet;
 use crate::reduce::{Location, Reducer, Sources};
@@ -58,6 +60,41 @@ impl MemoryChannel {
                 bytes,
             )
         }
+    }
+
+    /// Block: [`put`](Self::put) through `stage`, shared memory of the block, by the copy engine of GPUs that have one
+    /// ([`gpu::bulk`](crate::gpu::bulk)): one thread is busy, and few blocks do what takes many otherwise.
+    ///
+    /// # Safety
+    /// As for [`put`](Self::put), and the stage must be the block's.
+    pub unsafe fn put_bulk<B: Block>(
+        &self,
+        block: &B,
+        stage: Stage,
+        dst_offset: u64,
+        src_offset: u64,
+        bytes: u64,
+    ) {
+        let (dst, src) = (self.remote + dst_offset, self.local + src_offset);
+        // SAFETY: the caller's promise.
+        unsafe { copy_bulk(block, stage, dst, src, bytes) }
+    }
+
+    /// Block: [`get`](Self::get) in the same way.
+    ///
+    /// # Safety
+    /// As for [`put_bulk`](Self::put_bulk).
+    pub unsafe fn get_bulk<B: Block>(
+        &self,
+        block: &B,
+        stage: Stage,
+        dst_offset: u64,
+        src_offset: u64,
+        bytes: u64,
+    ) {
+        let (dst, src) = (self.local + dst_offset, self.remote + src_offset);
+        // SAFETY: the caller's promise.
+        unsafe { copy_bulk(block, stage, dst, src, bytes) }
     }
 
     /// Element `index` of the peer's memory, seen as an array of `T`.
@@ -122,17 +159,66 @@ impl MemoryChannel {
         flag: u32,
     ) -> Result<(), Stopped> {
         let src = self.packets + src_offset * (packet::WORD / packet::PAYLOAD);
-        let site = Site {
-            kind: WaitKind::Packet,
-            peer: self.semaphore.peer,
-            channel: self.semaphore.channel,
-            op: Site::NO_OP,
-        };
+        let site = self.packet_site();
         // SAFETY: the caller's promise.
         let mine = unsafe {
             packet::copy_from_packets(block, site, self.local + dst_offset, src, bytes, flag)
         };
         block.sync(mine)
+    }
+
+    /// Block: sends `bytes` from local memory as lines ([`gpu::lines`](crate::gpu::lines)) to byte `dst_offset` of the
+    /// peer's packet memory: of its payload, of which [`PAIR_PAYLOAD`](lines::PAIR_PAYLOAD) bytes take
+    /// [`PAIR`](lines::PAIR). Where packets carry half, lines carry fifteen sixteenths; but only some machines keep
+    /// them whole: ask `crossweft_channel::Endpoint::keeps_lines` on the host first.
+    ///
+    /// # Safety
+    /// As for [`put_packets`](Self::put_packets), with whole warps; `dst_offset` must be a multiple of the payload of a
+    /// pair, and the peer's memory aligned to a line ([`LINE`](lines::LINE)). That memory must never hold packets.
+    pub unsafe fn put_lines<B: Block>(
+        &self,
+        block: &B,
+        dst_offset: u64,
+        src_offset: u64,
+        bytes: u64,
+        flag: u32,
+    ) {
+        let dst = self.remote + dst_offset / lines::PAIR_PAYLOAD * lines::PAIR;
+        // SAFETY: the caller's promise.
+        unsafe { lines::copy_to_lines(block, dst, self.local + src_offset, bytes, flag) };
+        block.wake(self.semaphore.peer);
+    }
+
+    /// Block: waits for the lines of `bytes` bytes at payload byte `src_offset` of this rank's
+    /// packet memory and copies them to byte `dst_offset` of local memory.
+    ///
+    /// # Errors
+    /// [`Stopped`] when the wait hook ends a wait.
+    ///
+    /// # Safety
+    /// As for [`put_lines`](Self::put_lines), the other way round.
+    pub unsafe fn unpack_lines<B: Block>(
+        &self,
+        block: &B,
+        dst_offset: u64,
+        src_offset: u64,
+        bytes: u64,
+        flag: u32,
+    ) -> Result<(), Stopped> {
+        let src = self.packets + src_offset / lines::PAIR_PAYLOAD * lines::PAIR;
+        let (dst, site) = (self.local + dst_offset, self.packet_site());
+        // SAFETY: the caller's promise.
+        let mine = unsafe { lines::copy_from_lines(block, site, dst, src, bytes, flag) };
+        block.sync(mine)
+    }
+
+    const fn packet_site(&self) -> Site {
+        Site {
+            kind: WaitKind::Packet,
+            peer: self.semaphore.peer,
+            channel: self.semaphore.channel,
+            op: Site::NO_OP,
+        }
     }
 }
 
@@ -160,6 +246,25 @@ pub unsafe fn copy<B: Block>(block: &B, dst: u64, src: u64, bytes: u64) {
                 .memory()
                 .copy(dst + share.begin, src + share.begin, share.len())
         }
+    }
+}
+
+/// Block: [`copy`] through `stage`, where a GPU has an engine for that; the host has none.
+///
+/// # Safety
+/// As for [`copy`], and the stage must be the block's.
+#[inline(always)]
+unsafe fn copy_bulk<B: Block>(block: &B, stage: Stage, dst: u64, src: u64, bytes: u64) {
+    #[cfg(any(target_arch = "nvptx64", target_arch = "amdgpu"))]
+    // SAFETY: the caller's promise.
+    unsafe {
+        crate::gpu::bulk::copy(block, stage, dst, src, bytes)
+    }
+    #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
+    {
+        let _ = stage;
+        // SAFETY: the caller's promise.
+        unsafe { copy(block, dst, src, bytes) }
     }
 }
 

@@ -21,11 +21,15 @@
 //! one at a time is under way; [`run_block`] goes round the chains and does what can be done, so nothing
 //! depends on the order in which a group was put together. A message that is not what its receiver
 //! asked for ends the exchange on both sides, and on all ranks that wait for either.
+//!
+//! Where one thread block is not enough for a message, a pair has several *lanes*: streams of their own, each with its
+//! own chains, to which both sides give the same part of a large message ([`Lanes`]). A small one takes the first.
 
 use core::mem::offset_of;
 
 use crate::block::Block;
 use crate::channel::copy;
+use crate::extent::Extent;
 use crate::memory::Memory;
 use crate::reduce::{Location, Reducer, Sources};
 use crate::wait::{Site, Stopped, WaitKind, Waiting, reached};
@@ -110,7 +114,45 @@ pub struct Incoming {
     pub told: u64,
 }
 
-/// The two streams with one peer.
+/// How large messages are spread over the lanes of a pair. All ranks have the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lanes {
+    /// Lanes of each pair, at least one.
+    pub count: u32,
+    /// Bytes of a message for each lane that it takes beyond the first.
+    pub step: u64,
+}
+
+impl Lanes {
+    /// One for each pair.
+    pub const ONE: Self = Self {
+        count: 1,
+        step: u64::MAX,
+    };
+
+    /// How many lanes a message of `bytes` bytes takes.
+    #[must_use]
+    pub const fn of(self, bytes: u64) -> u32 {
+        let lanes = 1 + bytes / self.step;
+        if lanes < self.count as u64 {
+            lanes as u32
+        } else {
+            self.count
+        }
+    }
+
+    /// The part of a message of `bytes` bytes that takes lane `lane`, one of [`of`](Self::of).
+    #[must_use]
+    pub const fn part(self, bytes: u64, lane: u32) -> Extent {
+        let whole = Extent {
+            begin: 0,
+            end: bytes,
+        };
+        whole.slice(lane, self.of(bytes))
+    }
+}
+
+/// The two streams with one peer on one lane.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Streams {
@@ -131,8 +173,10 @@ pub enum Direction {
     /// Receives a message.
     Receive = 1,
     /// Receives a message from every other rank and reduces them, with this rank's own part in its
-    /// place, in rank order. Alone in its chain; the messages must not be offered.
+    /// place, in rank order. The messages must not be offered, and no other receive may be in the launch.
     Reduce = 2,
+    /// Copies what lies here already.
+    Copy = 3,
 }
 
 /// How far a transfer is.
@@ -149,16 +193,18 @@ pub enum State {
     Offered = 2,
 }
 
-/// One send or receive of a launch.
+/// One send or receive of a launch: a message's part on one lane.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Transfer {
-    /// This rank's buffer.
+    /// Where the part lies in this rank's buffer.
     pub address: u64,
-    /// What is sent, or must come.
+    /// What is sent, or must come: the whole message.
     pub envelope: Envelope,
-    /// Send: where the buffer lies in `memory`. Reduce: address of this rank's own part. Receive: set by
-    /// device code.
+    /// Bytes of the part.
+    pub bytes: u64,
+    /// Send: where the part lies in `memory`. Reduce: address of this rank's own. Copy: where it is copied from.
+    /// Receive: set by device code.
     pub place: u64,
     /// Bytes done. Of an offered send: the slots that are sent then.
     pub done: u64,
@@ -168,12 +214,16 @@ pub struct Transfer {
     pub direction: Direction,
     /// Send: the registered memory from which it may be offered, or [`NO_MEMORY`].
     pub memory: u32,
-    /// Index of the next transfer of its chain, or [`NONE`].
+    /// The lane.
+    pub lane: u32,
+    /// Index of the next transfer of its chain among the [followers](Transfers::followers), or [`NONE`].
     pub next: u32,
     /// Index among the calls of the group, for messages.
     pub op: u32,
     /// How far it is; [`State::New`] at first.
     pub state: State,
+    /// Not used.
+    pub reserved: u32,
 }
 
 /// No transfer follows.
@@ -195,14 +245,13 @@ pub struct Mapped {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Exchange {
-    /// Address of a [`Streams`] for each rank, in rank order.
+    /// Address of a [`Streams`] for each lane and rank, in the order of lanes and then of ranks. Those of one pair share
+    /// the first lane's line for all but the number of slots taken.
     pub streams: u64,
     /// Address of a [`Mapped`] for each registered memory and rank.
     pub mapped: u64,
-    /// Address of a [`Fault`], which says why an exchange ended with [`Stopped::Mismatch`].
-    pub fault: u64,
-    /// For thread blocks of several threads: address of [`BOARD`] bytes for each block.
-    pub boards: u64,
+    /// Address of a [`Fault`] for each thread block, which says why an exchange ended with [`Stopped::Mismatch`].
+    pub faults: u64,
     /// Bytes of a slot: a multiple of [`LINE`].
     pub slot_bytes: u64,
     /// Slots of a ring: a power of two.
@@ -217,18 +266,53 @@ pub struct Exchange {
     pub memories: u32,
 }
 
-/// The transfers of one launch.
+/// The transfers of one launch, which only reads them.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Transfers {
-    /// Address of all [`Transfer`]s.
-    pub transfers: u64,
-    /// Address of a `u32` for each chain: its first transfer. Device code changes it.
+    /// Address of the first [`Transfer`] of each chain.
     pub chains: u64,
+    /// Address of all that follow another one.
+    pub followers: u64,
     /// Number of chains.
     pub count: u32,
     /// Thread blocks that share them.
     pub blocks: u32,
+    /// A number of the launch, for messages.
+    pub launch: u32,
+    /// Not used.
+    pub reserved: u32,
+}
+
+impl Transfers {
+    #[inline(always)]
+    const fn site(&self, kind: WaitKind, peer: u32, op: u32) -> Site {
+        Site {
+            kind,
+            peer,
+            channel: self.launch,
+            op,
+        }
+    }
+
+    /// The chains of thread block `index`: the first, and how many.
+    #[inline(always)]
+    #[must_use]
+    pub const fn share(&self, index: u32) -> (u32, u32) {
+        let begin = self.count * index / self.blocks;
+        let end = self.count * (index + 1) / self.blocks;
+        (begin, end - begin)
+    }
+}
+
+/// What the threads of a block share, for as long as it runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Desk {
+    /// Address of the transfers that are under way, at first the first of each of the block's chains. Device code changes
+    /// them.
+    pub chains: u64,
+    /// For a block of several threads: address of [`BOARD`] bytes.
+    pub board: u64,
 }
 
 /// What all threads of a block do next.
@@ -238,6 +322,8 @@ struct Action {
     kind: ActionKind,
     /// The place of the chain.
     chain: u32,
+    lane: u32,
+    reserved: u32,
     /// Address of the transfer.
     transfer: u64,
     dst: u64,
@@ -262,13 +348,15 @@ enum ActionKind {
     Pull,
     /// Reduce a slot of every other rank.
     Reduce,
+    /// Copy a part of what lies here.
+    Copy,
 }
 
 /// Bytes by which threads of a block tell each other what to do: of two turns.
 pub const BOARD: u64 = 2 * size_of::<Action>() as u64;
 
-/// Does all transfers of thread block `index`'s share of the chains. Returns when they are done: buffers of sends
-/// may then be changed, though a small message may not have been received yet.
+/// Does all transfers of thread block `index`'s share of the chains, which lie on its `desk`. Returns when they are done:
+/// buffers of sends may then be changed, though a small message may not have been received yet.
 ///
 /// # Errors
 /// [`Stopped`]: a wait was ended, or a message was not what was asked for. The exchange must not be
@@ -278,23 +366,22 @@ pub const BOARD: u64 = 2 * size_of::<Action>() as u64;
 /// Everything that the tables point to must be valid, and nobody else may use it. Buffers must be valid
 /// for their transfers, and must not overlap, but for an own part and its destination. Launches of a rank must follow
 /// one another. All threads of the block must call this.
-#[inline]
+#[inline(always)]
 pub unsafe fn run_block<B: Block, R: Reducer>(
     block: &B,
     reducer: &R,
     exchange: &Exchange,
     transfers: &Transfers,
     index: u32,
+    desk: Desk,
 ) -> Result<(), Stopped> {
-    let share =
-        |k: u32| (u64::from(transfers.count) * u64::from(k) / u64::from(transfers.blocks)) as u32;
-    let (begin, end) = (share(index), share(index + 1));
     let mut engine = Engine {
         block,
         exchange,
-        transfers: transfers.transfers,
-        chains: transfers.chains + u64::from(begin) * 4,
-        count: end - begin,
+        transfers,
+        chains: desk.chains,
+        index,
+        count: transfers.share(index).1,
         cursor: 0,
     };
     let mut turn = 0;
@@ -305,8 +392,10 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
                 0 => engine.next(),
                 _ => Ok(Action::END),
             };
-            let action = engine.agree(mine, index, turn)?;
-            turn ^= 1;
+            let action = engine.agree(mine, desk.board + turn)?;
+            // Two turns, so that one barrier is enough: whoever writes the next but one has met those
+            // who read this one.
+            turn ^= BOARD / 2;
             match action.kind {
                 ActionKind::End => return Ok(()),
                 ActionKind::Reduce => engine.reduce(reducer, &action)?,
@@ -320,14 +409,68 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
     }
 }
 
+/// Whether a launch of this rank has ended badly, which [`abandon`] has left behind.
+///
+/// # Safety
+/// The exchange must be prepared.
+#[inline(always)]
+pub unsafe fn is_abandoned<M: Memory>(memory: &M, exchange: &Exchange) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { memory.load(own_line(memory, exchange) + STATUS) != 0 }
+}
+
+/// After `stopped` has ended a block's part of a launch: ends that of the others and the launches behind it, and does what
+/// the host would do: [withdraws](withdraw) what was offered and, if the time was over, [gives up](give_up). By one thread.
+///
+/// # Safety
+/// The exchange must be prepared.
+#[cold]
+pub unsafe fn abandon<M: Memory>(memory: &M, exchange: &Exchange, stopped: Stopped) {
+    // SAFETY: the caller's promise. The own line is the last, for what it ends says nothing of why.
+    unsafe {
+        withdraw(memory, exchange);
+        if stopped == Stopped::Deadline {
+            give_up(memory, exchange);
+        }
+        memory.fence();
+        memory.store_release(own_line(memory, exchange) + STATUS, FAILED);
+    }
+}
+
+/// The line of this rank's own stream to itself.
+#[inline(always)]
+unsafe fn own_line<M: Memory>(memory: &M, exchange: &Exchange) -> u64 {
+    // SAFETY: the caller's promise: the table has an entry for this rank.
+    unsafe { lines(memory, exchange, exchange.rank)[0] }
+}
+
+/// The lines on which `peer`, and this rank to `peer`, reports. Other blocks may be counting beside them.
+#[inline(always)]
+unsafe fn lines<M: Memory>(memory: &M, exchange: &Exchange, peer: u32) -> [u64; 2] {
+    let streams = exchange.streams + u64::from(peer) * size_of::<Streams>() as u64;
+    [
+        offset_of!(Streams, outgoing) + offset_of!(Outgoing, reports),
+        offset_of!(Streams, incoming) + offset_of!(Incoming, reports),
+    ]
+    // SAFETY: peers are ranks; these words never change.
+    .map(|at| unsafe { memory.read(streams + at as u64) })
+}
+
 /// Tells all receivers that what this rank offers is offered no longer: before buffers of a launch that has failed are
 /// given back, which must come after a fence.
 ///
 /// # Safety
-/// The exchange must be prepared, and none of its launches under way on this rank.
+/// The exchange must be prepared, and none of its launches under way on this rank that may go on.
 pub unsafe fn withdraw<M: Memory>(memory: &M, exchange: &Exchange) {
-    // SAFETY: the caller's promise.
-    unsafe { report(memory, exchange, WITHDRAWN, 1) };
+    let mut peer = 0;
+    while peer < exchange.ranks {
+        // SAFETY: the caller's promise. Acquired: a receiver that found nothing has copied before.
+        unsafe {
+            let [_, line] = lines(memory, exchange, peer);
+            memory.fetch_add(line + WITHDRAWN, 1);
+        }
+        peer += 1;
+    }
 }
 
 /// After a launch that has ended because it took too long, or lost a peer that left: tells all peers that nothing more
@@ -336,19 +479,14 @@ pub unsafe fn withdraw<M: Memory>(memory: &M, exchange: &Exchange) {
 /// # Safety
 /// As for [`withdraw`].
 pub unsafe fn give_up<M: Memory>(memory: &M, exchange: &Exchange) {
-    // SAFETY: the caller's promise.
-    unsafe { report(memory, exchange, STATUS, GAVE_UP) };
-}
-
-/// Stores a word of every line on which this rank reports.
-unsafe fn report<M: Memory>(memory: &M, exchange: &Exchange, word: u64, value: u64) {
-    let size = size_of::<Streams>() as u64;
-    for peer in 0..u64::from(exchange.ranks) {
-        // SAFETY: the table has an entry for each rank, whose line is this rank's to write.
+    let mut peer = 0;
+    while peer < exchange.ranks {
+        // SAFETY: the caller's promise: the line is this rank's to write.
         unsafe {
-            let streams: Streams = memory.read(exchange.streams + peer * size);
-            memory.store_release(streams.incoming.reports + word, value);
+            let [_, line] = lines(memory, exchange, peer);
+            memory.store_release(line + STATUS, GAVE_UP);
         }
+        peer += 1;
     }
 }
 
@@ -356,6 +494,8 @@ impl Action {
     const END: Self = Self {
         kind: ActionKind::End,
         chain: 0,
+        lane: 0,
+        reserved: 0,
         transfer: 0,
         dst: 0,
         src: 0,
@@ -366,9 +506,11 @@ impl Action {
 struct Engine<'a, B> {
     block: &'a B,
     exchange: &'a Exchange,
-    transfers: u64,
-    /// The chains under way come first.
+    transfers: &'a Transfers,
+    /// Those under way come first.
     chains: u64,
+    /// The thread block.
+    index: u32,
     count: u32,
     cursor: u32,
 }
@@ -376,20 +518,12 @@ struct Engine<'a, B> {
 /// # Safety
 /// of all methods: that of [`run_block`].
 impl<B: Block> Engine<'_, B> {
-    /// What thread 0 found, for all threads of the block.
+    /// What thread 0 found, for all threads of the block, by way of `board`.
     #[inline(always)]
-    unsafe fn agree(
-        &self,
-        mine: Result<Action, Stopped>,
-        index: u32,
-        turn: u64,
-    ) -> Result<Action, Stopped> {
+    unsafe fn agree(&self, mine: Result<Action, Stopped>, board: u64) -> Result<Action, Stopped> {
         if self.block.threads() == 1 {
             return mine;
         }
-        // Two turns, so that one barrier is enough: whoever writes the next but one has met those
-        // who read this one.
-        let board = self.exchange.boards + u64::from(index) * BOARD + turn * (BOARD / 2);
         // SAFETY: the block's own board; written by one thread, read after a barrier.
         unsafe {
             if let (0, Ok(action)) = (self.block.thread(), mine) {
@@ -404,6 +538,8 @@ impl<B: Block> Engine<'_, B> {
     #[inline(always)]
     unsafe fn next(&mut self) -> Result<Action, Stopped> {
         let mut spins: u32 = 0;
+        // Whose peer was found to have failed: what that sent before is looked for once more.
+        let mut failed = (NONE, NONE);
         loop {
             let mut looks = 0;
             while looks < self.count {
@@ -420,10 +556,18 @@ impl<B: Block> Engine<'_, B> {
             if self.count == 0 {
                 return Ok(Action::END);
             }
-            // SAFETY: as above. Each in its turn, so that whoever supervises hears of all of them.
-            let waiting = unsafe { self.look_around(spins % self.count, spins)? };
-            if let Err(waiting) = waiting {
-                self.block.pause(&waiting)?;
+            // Each in its turn, so that whoever supervises hears of all of them.
+            let chain = match failed {
+                (NONE, _) => spins % self.count,
+                (chain, _) => chain,
+            };
+            // SAFETY: as above.
+            match unsafe { self.look_around(chain, failed.1, spins)? } {
+                Ok(peer) => failed = (chain, peer),
+                Err(waiting) => {
+                    failed = (NONE, NONE);
+                    self.block.pause(&waiting)?;
+                }
             }
             spins = spins.saturating_add(1);
         }
@@ -431,44 +575,36 @@ impl<B: Block> Engine<'_, B> {
 
     #[inline(always)]
     unsafe fn transfer(&self, chain: u32) -> (u64, Transfer) {
-        let size = size_of::<Transfer>() as u64;
-        // SAFETY: chains hold indices of transfers.
-        unsafe {
-            let index: u32 = self.block.memory().read(self.chains + u64::from(chain) * 4);
-            let at = self.transfers + u64::from(index) * size;
-            (at, self.block.memory().read(at))
-        }
-    }
-
-    #[inline(always)]
-    fn streams(&self, peer: u32) -> u64 {
-        self.exchange.streams + u64::from(peer) * size_of::<Streams>() as u64
-    }
-
-    #[inline(always)]
-    unsafe fn outgoing(&self, peer: u32) -> (u64, Outgoing) {
-        let at = self.streams(peer) + offset_of!(Streams, outgoing) as u64;
-        // SAFETY: peers are ranks.
+        let at = self.chains + u64::from(chain) * size_of::<Transfer>() as u64;
+        // SAFETY: below the number of chains under way.
         unsafe { (at, self.block.memory().read(at)) }
     }
 
     #[inline(always)]
-    unsafe fn incoming(&self, peer: u32) -> (u64, Incoming) {
-        let at = self.streams(peer) + offset_of!(Streams, incoming) as u64;
-        // SAFETY: peers are ranks.
+    fn streams(&self, lane: u32, peer: u32) -> u64 {
+        let index = u64::from(lane * self.exchange.ranks + peer);
+        self.exchange.streams + index * size_of::<Streams>() as u64
+    }
+
+    #[inline(always)]
+    unsafe fn outgoing(&self, lane: u32, peer: u32) -> (u64, Outgoing) {
+        let at = self.streams(lane, peer) + offset_of!(Streams, outgoing) as u64;
+        // SAFETY: the table has an entry for each lane and rank.
         unsafe { (at, self.block.memory().read(at)) }
     }
 
-    /// The lines on which `peer`, and this rank to `peer`, reports. Other blocks may be counting beside them.
+    #[inline(always)]
+    unsafe fn incoming(&self, lane: u32, peer: u32) -> (u64, Incoming) {
+        let at = self.streams(lane, peer) + offset_of!(Streams, incoming) as u64;
+        // SAFETY: as above.
+        unsafe { (at, self.block.memory().read(at)) }
+    }
+
+    /// The lines on which `peer`, and this rank to `peer`, reports.
     #[inline(always)]
     unsafe fn lines(&self, peer: u32) -> [u64; 2] {
-        let streams = self.streams(peer);
-        [
-            offset_of!(Streams, outgoing) + offset_of!(Outgoing, reports),
-            offset_of!(Streams, incoming) + offset_of!(Incoming, reports),
-        ]
-        // SAFETY: peers are ranks; these words never change.
-        .map(|at| unsafe { self.block.memory().read(streams + at as u64) })
+        // SAFETY: peers are ranks.
+        unsafe { lines(self.block.memory(), self.exchange, peer) }
     }
 
     /// The slot that is sent, or received, after `slots` others.
@@ -491,6 +627,7 @@ impl<B: Block> Engine<'_, B> {
             let (at, transfer) = self.transfer(chain);
             let action = Action {
                 chain,
+                lane: transfer.lane,
                 transfer: at,
                 ..Action::END
             };
@@ -498,6 +635,13 @@ impl<B: Block> Engine<'_, B> {
                 Direction::Send => self.attempt_send(&transfer, action),
                 Direction::Receive => self.attempt_receive(&transfer, action),
                 Direction::Reduce => self.attempt_reduce(&transfer, action),
+                Direction::Copy => Ok(Some(Action {
+                    kind: ActionKind::Copy,
+                    dst: transfer.address + transfer.done,
+                    src: transfer.place + transfer.done,
+                    bytes: min(PULL, transfer.bytes - transfer.done),
+                    ..action
+                })),
             }
         }
     }
@@ -511,7 +655,7 @@ impl<B: Block> Engine<'_, B> {
         let memory = self.block.memory();
         // SAFETY: the stream's words; a free slot is the sender's alone.
         unsafe {
-            let (at, stream) = self.outgoing(transfer.peer);
+            let (at, stream) = self.outgoing(transfer.lane, transfer.peer);
             if transfer.state == State::Offered {
                 let taken = memory.load_acquire(stream.reports + TAKEN);
                 let kind = ActionKind::Taken;
@@ -528,10 +672,11 @@ impl<B: Block> Engine<'_, B> {
             }
             let slot = self.slot(stream.ring, stream.sent);
             let Envelope { bytes, kind } = transfer.envelope;
-            let is_offer = transfer.memory != NO_MEMORY && bytes > self.room();
+            let is_offer = transfer.memory != NO_MEMORY && transfer.bytes > self.room();
             if transfer.state == State::New {
-                if memory.load(stream.reports + STATUS) != 0 {
-                    self.heed(transfer, transfer.peer)?;
+                let [reports, _] = self.lines(transfer.peer);
+                if memory.load(reports + STATUS) != 0 {
+                    self.heed(transfer.op, transfer.peer)?;
                 }
                 let place = u64::from(transfer.memory.wrapping_add(1));
                 let place = if is_offer { place } else { 0 };
@@ -550,7 +695,7 @@ impl<B: Block> Engine<'_, B> {
                 bytes: if is_offer {
                     0
                 } else {
-                    min(self.room(), bytes - transfer.done)
+                    min(self.room(), transfer.bytes - transfer.done)
                 },
                 ..action
             }))
@@ -564,7 +709,7 @@ impl<B: Block> Engine<'_, B> {
         action: Action,
     ) -> Result<Option<Action>, Stopped> {
         let memory = self.block.memory();
-        let rest = transfer.envelope.bytes - transfer.done;
+        let rest = transfer.bytes - transfer.done;
         let dst = transfer.address + transfer.done;
         let pull = |place: u64| Action {
             kind: ActionKind::Pull,
@@ -582,12 +727,12 @@ impl<B: Block> Engine<'_, B> {
         }
         // SAFETY: the stream's words; a slot with its flag is the receiver's alone.
         unsafe {
-            let (_, stream) = self.incoming(transfer.peer);
+            let (_, stream) = self.incoming(transfer.lane, transfer.peer);
             let Some(slot) = self.arrived(&stream) else {
                 return Ok(None);
             };
             if transfer.state == State::New {
-                let from = self.open(transfer, transfer.peer, slot)?;
+                let from = self.open((action.transfer, transfer), transfer.peer, slot)?;
                 if from != 0 {
                     memory.write(action.transfer + offset_of!(Transfer, place) as u64, from);
                     memory.write(
@@ -618,12 +763,12 @@ impl<B: Block> Engine<'_, B> {
         unsafe {
             while peer < self.exchange.ranks {
                 if peer != self.exchange.rank {
-                    let (_, stream) = self.incoming(peer);
+                    let (_, stream) = self.incoming(transfer.lane, peer);
                     let Some(slot) = self.arrived(&stream) else {
                         break;
                     };
                     if transfer.state == State::New {
-                        self.open(transfer, peer, slot)?;
+                        self.open((action.transfer, transfer), peer, slot)?;
                     }
                 }
                 peer += 1;
@@ -638,7 +783,7 @@ impl<B: Block> Engine<'_, B> {
             kind: ActionKind::Reduce,
             dst: transfer.address + transfer.done,
             src: transfer.place + transfer.done,
-            bytes: min(self.room(), transfer.envelope.bytes - transfer.done),
+            bytes: min(self.room(), transfer.bytes - transfer.done),
             ..action
         }))
     }
@@ -655,7 +800,12 @@ impl<B: Block> Engine<'_, B> {
     /// Compares the message that begins in `slot` with what was asked for. Returns its address if it is
     /// offered, or 0.
     #[inline(always)]
-    unsafe fn open(&self, transfer: &Transfer, peer: u32, slot: u64) -> Result<u64, Stopped> {
+    unsafe fn open(
+        &self,
+        (at, transfer): (u64, &Transfer),
+        peer: u32,
+        slot: u64,
+    ) -> Result<u64, Stopped> {
         let memory = self.block.memory();
         // SAFETY: the slot has arrived.
         let (bytes, kind) = unsafe {
@@ -675,13 +825,17 @@ impl<B: Block> Engine<'_, B> {
                     0 => return Ok(0),
                     number => {
                         let place = memory.read(slot + PLACE);
-                        if let Some(address) = self.offered(number - 1, peer, place, bytes) {
+                        if let Some(address) = self.offered(number - 1, peer, place, transfer.bytes)
+                        {
                             return Ok(address);
                         }
                     }
                 }
             }
-            Err(self.refuse(transfer, peer, sent))
+            let (block, exchange, transfers) = (self.block, self.exchange, self.transfers);
+            Err(refuse(
+                block, exchange, transfers, self.index, at, peer, sent,
+            ))
         }
     }
 
@@ -697,14 +851,9 @@ impl<B: Block> Engine<'_, B> {
         if withdrawn == 0 {
             return Ok(());
         }
+        let (block, exchange, transfers) = (self.block, self.exchange, self.transfers);
         // SAFETY: the caller's promise.
-        unsafe { self.tell_others(transfer.peer, GAVE_UP) };
-        Err(self.block.refuse(&Waiting {
-            site: site(WaitKind::Failed, transfer.peer, transfer.op),
-            spins: 0,
-            expected: 0,
-            seen: GAVE_UP,
-        }))
+        Err(unsafe { miss(block, exchange, transfers, transfer.op, transfer.peer) })
     }
 
     /// Where bytes at `place` of the registered memory `number` of `rank` are mapped here, if there are any:
@@ -732,29 +881,30 @@ impl<B: Block> Engine<'_, B> {
             let transfer: Transfer = memory.read(at);
             let mut done = transfer.done + action.bytes;
             let mut state = State::Begun;
-            let mut is_complete = done == transfer.envelope.bytes;
+            let mut is_complete = done == transfer.bytes;
             match action.kind {
                 ActionKind::End => return,
-                ActionKind::Send => drop(self.publish(transfer.peer)),
+                ActionKind::Send => drop(self.publish(&transfer)),
                 ActionKind::Offer => {
-                    done = self.publish(transfer.peer);
+                    done = self.publish(&transfer);
                     (state, is_complete) = (State::Offered, false);
                 }
                 ActionKind::Taken => is_complete = true,
-                ActionKind::Receive => self.take(transfer.peer, false),
+                ActionKind::Copy => {}
+                ActionKind::Receive => self.take(transfer.lane, transfer.peer, false),
                 ActionKind::Pull => {
                     state = State::Offered;
                     // All was copied before, and then the offer still stood.
                     is_complete &= action.bytes == 0;
                     if is_complete {
-                        self.take(transfer.peer, true);
+                        self.take(transfer.lane, transfer.peer, true);
                     }
                 }
                 ActionKind::Reduce => {
                     let mut peer = 0;
                     while peer < self.exchange.ranks {
                         if peer != self.exchange.rank {
-                            self.take(peer, false);
+                            self.take(transfer.lane, peer, false);
                         }
                         peer += 1;
                     }
@@ -767,30 +917,30 @@ impl<B: Block> Engine<'_, B> {
                 self.cursor = action.chain + 1;
                 return;
             }
-            let chain = self.chains + u64::from(action.chain) * 4;
+            let size = size_of::<Transfer>() as u64;
             let next = match transfer.next {
                 NONE => {
                     self.count -= 1;
-                    memory.read(self.chains + u64::from(self.count) * 4)
+                    self.chains + u64::from(self.count) * size
                 }
-                next => next,
+                next => self.transfers.followers + u64::from(next) * size,
             };
-            memory.write(chain, next);
+            memory.write(at, memory.read::<Transfer>(next));
             self.cursor = action.chain;
         }
     }
 
-    /// Hands a filled slot to `peer`. Returns the number of slots sent.
+    /// Hands a filled slot to its receiver. Returns the number of slots sent.
     #[inline(always)]
-    unsafe fn publish(&self, peer: u32) -> u64 {
+    unsafe fn publish(&self, transfer: &Transfer) -> u64 {
         let memory = self.block.memory();
         // SAFETY: the slot is the sender's until its flag is stored.
         unsafe {
-            let (at, stream) = self.outgoing(peer);
+            let (at, stream) = self.outgoing(transfer.lane, transfer.peer);
             let sent = stream.sent + 1;
             memory.store_release(self.slot(stream.ring, stream.sent), sent);
             memory.write(at + offset_of!(Outgoing, sent) as u64, sent);
-            self.block.wake(peer);
+            self.block.wake(transfer.peer);
             sent
         }
     }
@@ -798,11 +948,11 @@ impl<B: Block> Engine<'_, B> {
     /// A slot of `peer`'s was read. Returns slots by the half ring, for each time costs the sender a cache
     /// line; a sender that has no slots left has always been, or will be, given that many.
     #[inline(always)]
-    unsafe fn take(&self, peer: u32, now: bool) {
+    unsafe fn take(&self, lane: u32, peer: u32, now: bool) {
         let memory = self.block.memory();
         // SAFETY: the stream's words.
         unsafe {
-            let (at, stream) = self.incoming(peer);
+            let (at, stream) = self.incoming(lane, peer);
             let received = stream.received + 1;
             memory.write(at + offset_of!(Incoming, received) as u64, received);
             if now || received - stream.told >= u64::from(self.exchange.slots / 2) {
@@ -823,7 +973,7 @@ impl<B: Block> Engine<'_, B> {
                     action.src
                 } else {
                     // SAFETY: the slot has arrived.
-                    let (_, stream) = unsafe { self.incoming(rank) };
+                    let (_, stream) = unsafe { self.incoming(action.lane, rank) };
                     self.slot(stream.ring, stream.received) + HEADER
                 })
             },
@@ -847,47 +997,50 @@ impl<B: Block> Engine<'_, B> {
     }
 
     /// After a look in vain at every chain: whether the peer of one has failed, or has refused what this
-    /// rank sent. Returns what that chain waits for, or that it has just become possible to go on.
+    /// rank sent. Returns that peer if that is news, or what the chain waits for.
     #[inline(always)]
-    unsafe fn look_around(&self, chain: u32, spins: u32) -> Result<Result<(), Waiting>, Stopped> {
+    unsafe fn look_around(
+        &self,
+        chain: u32,
+        failed: u32,
+        spins: u32,
+    ) -> Result<Result<u32, Waiting>, Stopped> {
         let memory = self.block.memory();
         // SAFETY: the caller's promise.
         unsafe {
             let (_, transfer) = self.transfer(chain);
             let peer = transfer.peer;
+            // Another block has said why.
+            if self.transfers.blocks > 1 && is_abandoned(memory, self.exchange) {
+                return Err(Stopped::Aborted);
+            }
             let [reports, _] = self.lines(peer);
             // Acquired: what the peer sent before it failed is then seen.
             if memory.load_acquire(reports + STATUS) != 0 {
-                if self.attempt(chain)?.is_some() {
-                    return Ok(Ok(()));
+                // A reduction may have found that peer's message meanwhile, and looks for another's now.
+                if failed != peer {
+                    return Ok(Ok(peer));
                 }
-                // A reduction may have found the peer's message, and looks for another's now.
-                let (_, transfer) = self.transfer(chain);
-                if transfer.peer != peer {
-                    return Ok(Ok(()));
-                }
-                self.heed(&transfer, peer)?;
+                self.heed(transfer.op, peer)?;
             }
             let (kind, expected, seen) = match transfer.direction {
                 Direction::Send => {
+                    let (_, stream) = self.outgoing(transfer.lane, peer);
                     let expected = match transfer.state {
                         State::Offered => transfer.done,
-                        _ => {
-                            let (_, stream) = self.outgoing(peer);
-                            (stream.sent + 1).wrapping_sub(self.exchange.slots.into())
-                        }
+                        _ => (stream.sent + 1).wrapping_sub(self.exchange.slots.into()),
                     };
-                    (WaitKind::Taken, expected, memory.load(reports + TAKEN))
+                    let seen = memory.load(stream.reports + TAKEN);
+                    (WaitKind::Taken, expected, seen)
                 }
                 _ => {
-                    let (_, stream) = self.incoming(peer);
+                    let (_, stream) = self.incoming(transfer.lane, peer);
                     let slot = self.slot(stream.ring, stream.received);
                     (WaitKind::Message, stream.received + 1, memory.load(slot))
                 }
             };
-            let site = site(kind, peer, transfer.op);
             Ok(Err(Waiting {
-                site,
+                site: self.transfers.site(kind, peer, transfer.op),
                 spins,
                 expected,
                 seen,
@@ -896,103 +1049,156 @@ impl<B: Block> Engine<'_, B> {
     }
 
     /// Ends the exchange if `peer` says that its own has ended badly.
-    #[cold]
-    #[inline(never)]
-    unsafe fn heed(&self, transfer: &Transfer, peer: u32) -> Result<(), Stopped> {
-        let memory = self.block.memory();
-        // SAFETY: the caller's promise, here and below.
-        let [reports, _] = unsafe { self.lines(peer) };
-        // SAFETY: words of the line.
-        let word = |at: u64| unsafe { memory.load(reports + at) };
-        // SAFETY: as above. Acquired: the words before it are there.
-        let status = unsafe { memory.load_acquire(reports + STATUS) };
-        let (kind, reason) = match status {
-            0 => return Ok(()),
-            REFUSED => (WaitKind::Envelope, FAILED),
-            GAVE_UP => (WaitKind::Failed, GAVE_UP),
-            _ => (WaitKind::Failed, FAILED),
-        };
-        let envelope = |at| Envelope {
-            bytes: word(at),
-            kind: word(at + 8),
-        };
-        let fault = Fault {
-            sender: self.exchange.rank,
-            receiver: peer,
-            sent: envelope(SENT),
-            wanted: envelope(WANTED),
-        };
+    #[inline(always)]
+    unsafe fn heed(&self, op: u32, peer: u32) -> Result<(), Stopped> {
         // SAFETY: the caller's promise.
         unsafe {
-            if kind == WaitKind::Envelope {
-                memory.write(self.exchange.fault, fault);
-            }
-            self.tell_others(peer, reason);
-        }
-        let is_refused = kind == WaitKind::Envelope;
-        Err(self.block.refuse(&Waiting {
-            site: site(kind, peer, transfer.op),
-            spins: 0,
-            expected: if is_refused { fault.wanted.bytes } else { 0 },
-            seen: if is_refused { fault.sent.bytes } else { reason },
-        }))
-    }
-
-    /// Refuses a message of `peer`'s.
-    #[cold]
-    #[inline(never)]
-    unsafe fn refuse(&self, transfer: &Transfer, peer: u32, sent: Envelope) -> Stopped {
-        let memory = self.block.memory();
-        let wanted = transfer.envelope;
-        let fault = Fault {
-            sender: peer,
-            receiver: self.exchange.rank,
-            sent,
-            wanted,
-        };
-        // SAFETY: the caller's promise; the line is this rank's to write.
-        unsafe {
-            memory.write(self.exchange.fault, fault);
-            let [_, line] = self.lines(peer);
-            for (at, envelope) in [(SENT, sent), (WANTED, wanted)] {
-                memory.store(line + at, envelope.bytes);
-                memory.store(line + at + 8, envelope.kind);
-            }
-            memory.store_release(line + STATUS, REFUSED);
-            self.block.wake(peer);
-            self.tell_others(peer, FAILED);
-        }
-        self.block.refuse(&Waiting {
-            site: site(WaitKind::Envelope, peer, transfer.op),
-            spins: 0,
-            expected: wanted.bytes,
-            seen: sent.bytes,
-        })
-    }
-
-    /// Tells all other ranks but `except` that nothing more will come from this one, and of which kind the reason is.
-    unsafe fn tell_others(&self, except: u32, status: u64) {
-        let mut peer = 0;
-        while peer < self.exchange.ranks {
-            if peer != except && peer != self.exchange.rank {
-                // SAFETY: the line is this rank's to write.
-                unsafe {
-                    let [_, line] = self.lines(peer);
-                    self.block.memory().store_release(line + STATUS, status);
-                }
-                self.block.wake(peer);
-            }
-            peer += 1;
+            heed(
+                self.block,
+                self.exchange,
+                self.transfers,
+                self.index,
+                op,
+                peer,
+            )
         }
     }
 }
 
-const fn site(kind: WaitKind, peer: u32, op: u32) -> Site {
-    Site {
-        kind,
-        peer,
-        channel: 0,
-        op,
+// What ends an exchange, out of the way of what does not; functions of numbers, so that no engine needs an address.
+
+/// See [`Engine::heed`].
+#[cold]
+#[inline(never)]
+unsafe fn heed<B: Block>(
+    block: &B,
+    exchange: &Exchange,
+    transfers: &Transfers,
+    index: u32,
+    op: u32,
+    peer: u32,
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    // SAFETY: the caller's promise, here and below.
+    let [reports, _] = unsafe { lines(memory, exchange, peer) };
+    // SAFETY: words of the line.
+    let word = |at: u64| unsafe { memory.load(reports + at) };
+    // SAFETY: as above. Acquired: the words before it are there.
+    let status = unsafe { memory.load_acquire(reports + STATUS) };
+    let (kind, reason) = match status {
+        0 => return Ok(()),
+        REFUSED => (WaitKind::Envelope, FAILED),
+        GAVE_UP => (WaitKind::Failed, GAVE_UP),
+        _ => (WaitKind::Failed, FAILED),
+    };
+    let envelope = |at| Envelope {
+        bytes: word(at),
+        kind: word(at + 8),
+    };
+    let fault = Fault {
+        sender: exchange.rank,
+        receiver: peer,
+        sent: envelope(SENT),
+        wanted: envelope(WANTED),
+    };
+    // SAFETY: the caller's promise.
+    unsafe {
+        if kind == WaitKind::Envelope {
+            memory.write(own_fault(exchange, index), fault);
+        }
+        tell_others(block, exchange, peer, reason);
+    }
+    let is_refused = kind == WaitKind::Envelope;
+    Err(block.refuse(&Waiting {
+        site: transfers.site(kind, peer, op),
+        spins: 0,
+        expected: if is_refused { fault.wanted.bytes } else { 0 },
+        seen: if is_refused { fault.sent.bytes } else { reason },
+    }))
+}
+
+/// Refuses a message of `peer`'s, which is not what the transfer at `at` asks for.
+#[cold]
+#[inline(never)]
+unsafe fn refuse<B: Block>(
+    block: &B,
+    exchange: &Exchange,
+    transfers: &Transfers,
+    index: u32,
+    at: u64,
+    peer: u32,
+    sent: Envelope,
+) -> Stopped {
+    let memory = block.memory();
+    // SAFETY: the caller's promise; the line is this rank's to write.
+    let transfer = unsafe {
+        let transfer: Transfer = memory.read(at);
+        let wanted = transfer.envelope;
+        let fault = Fault {
+            sender: peer,
+            receiver: exchange.rank,
+            sent,
+            wanted,
+        };
+        memory.write(own_fault(exchange, index), fault);
+        let [_, line] = lines(memory, exchange, peer);
+        memory.store(line + SENT, sent.bytes);
+        memory.store(line + SENT + 8, sent.kind);
+        memory.store(line + WANTED, wanted.bytes);
+        memory.store(line + WANTED + 8, wanted.kind);
+        memory.store_release(line + STATUS, REFUSED);
+        block.wake(peer);
+        tell_others(block, exchange, peer, FAILED);
+        transfer
+    };
+    block.refuse(&Waiting {
+        site: transfers.site(WaitKind::Envelope, peer, transfer.op),
+        spins: 0,
+        expected: transfer.envelope.bytes,
+        seen: sent.bytes,
+    })
+}
+
+/// Ends the exchange because the offer that a receive has copied was withdrawn by `peer`.
+#[cold]
+#[inline(never)]
+unsafe fn miss<B: Block>(
+    block: &B,
+    exchange: &Exchange,
+    transfers: &Transfers,
+    op: u32,
+    peer: u32,
+) -> Stopped {
+    // SAFETY: the caller's promise.
+    unsafe { tell_others(block, exchange, peer, GAVE_UP) };
+    block.refuse(&Waiting {
+        site: transfers.site(WaitKind::Failed, peer, op),
+        spins: 0,
+        expected: 0,
+        seen: GAVE_UP,
+    })
+}
+
+/// Where a thread block says what did not match.
+#[inline(always)]
+fn own_fault(exchange: &Exchange, index: u32) -> u64 {
+    exchange.faults + u64::from(index) * size_of::<Fault>() as u64
+}
+
+/// Tells all other ranks but `except` that nothing more will come from this one, and of which kind the reason is.
+#[inline(always)]
+unsafe fn tell_others<B: Block>(block: &B, exchange: &Exchange, except: u32, status: u64) {
+    let mut peer = 0;
+    while peer < exchange.ranks {
+        if peer != except && peer != exchange.rank {
+            // SAFETY: the line is this rank's to write.
+            unsafe {
+                let [_, line] = lines(block.memory(), exchange, peer);
+                block.memory().store_release(line + STATUS, status);
+            }
+            block.wake(peer);
+        }
+        peer += 1;
     }
 }
 

@@ -6,12 +6,13 @@
 mod common;
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use common::{HostBlock, Meeting, Random, TellIfPanicking};
 use crossweft_device::exchange::{
-    BOARD, Direction, Envelope, Exchange, Fault, HEADER, Incoming, LINE, Mapped, NO_MEMORY, NONE,
-    Outgoing, State, Streams, Transfer, Transfers, run_block, withdraw,
+    BOARD, Desk, Direction, Envelope, Exchange, Fault, HEADER, Incoming, LINE, Lanes, Mapped,
+    NO_MEMORY, NONE, Outgoing, State, Streams, Transfer, Transfers, abandon, is_abandoned,
+    run_block, withdraw,
 };
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{Block, DataType, Raw, ReduceOp, Stopped, Waiting};
@@ -68,40 +69,39 @@ impl Block for TeamBlock<'_> {
 /// What a rank has, in words: lines and rings that peers write, then tables of its own.
 struct Rank {
     shared: Vec<u64>,
-    streams: [Streams; RANKS as usize],
+    /// For each lane and rank.
+    streams: Vec<Streams>,
     mapped: [Mapped; RANKS as usize],
-    fault: Fault,
-    boards: Vec<u64>,
+    faults: [Fault; 8],
 }
 
 const RING: u64 = SLOTS * SLOT_BYTES;
 
 impl Rank {
-    fn new(blocks: u32) -> Self {
-        let words = u64::from(RANKS) * (LINE + RING) / 8;
+    fn new(lanes: u32) -> Self {
+        let pairs = lanes * RANKS;
         Self {
-            shared: vec![0; words as usize],
-            streams: Default::default(),
+            shared: vec![0; (u64::from(pairs) * (LINE + RING) / 8) as usize],
+            streams: vec![Streams::default(); pairs as usize],
             mapped: Default::default(),
-            fault: Fault::default(),
-            boards: vec![0; (u64::from(blocks) * BOARD / 8) as usize],
+            faults: [Fault::default(); 8],
         }
     }
 
-    fn line(&mut self, peer: u32) -> u64 {
-        self.shared.as_mut_ptr() as u64 + u64::from(peer) * LINE
+    /// The line of a lane and peer, by its place among all.
+    fn line(&mut self, pair: u32) -> u64 {
+        self.shared.as_mut_ptr() as u64 + u64::from(pair) * LINE
     }
 
-    fn ring(&mut self, peer: u32) -> u64 {
-        self.line(RANKS) + u64::from(peer) * RING
+    fn ring(&mut self, pair: u32) -> u64 {
+        self.line(self.streams.len() as u32) + u64::from(pair) * RING
     }
 
     fn exchange(&mut self, rank: u32) -> Exchange {
         Exchange {
             streams: self.streams.as_mut_ptr() as u64,
             mapped: self.mapped.as_ptr() as u64,
-            fault: &raw mut self.fault as u64,
-            boards: self.boards.as_mut_ptr() as u64,
+            faults: self.faults.as_mut_ptr() as u64,
             slot_bytes: SLOT_BYTES,
             slots: SLOTS as u32,
             rank,
@@ -113,23 +113,24 @@ impl Rank {
 }
 
 /// Two ranks whose streams are connected.
-fn two_ranks(blocks: u32) -> [Rank; 2] {
-    let mut ranks = [Rank::new(blocks), Rank::new(blocks)];
+fn two_ranks(lanes: u32) -> [Rank; 2] {
+    let mut ranks = [Rank::new(lanes), Rank::new(lanes)];
     for me in 0..RANKS {
-        for peer in 0..RANKS {
+        for (lane, peer) in (0..lanes).flat_map(|lane| (0..RANKS).map(move |peer| (lane, peer))) {
+            let (there, here) = (lane * RANKS + me, lane * RANKS + peer);
             let streams = Streams {
                 outgoing: Outgoing {
-                    ring: ranks[peer as usize].ring(me),
-                    reports: ranks[me as usize].line(peer),
+                    ring: ranks[peer as usize].ring(there),
+                    reports: ranks[me as usize].line(here),
                     ..Outgoing::default()
                 },
                 incoming: Incoming {
-                    ring: ranks[me as usize].ring(peer),
-                    reports: ranks[peer as usize].line(me),
+                    ring: ranks[me as usize].ring(here),
+                    reports: ranks[peer as usize].line(there),
                     ..Incoming::default()
                 },
             };
-            ranks[me as usize].streams[peer as usize] = streams;
+            ranks[me as usize].streams[here as usize] = streams;
         }
     }
     ranks
@@ -139,55 +140,91 @@ fn transfer(direction: Direction, peer: u32, address: u64, bytes: u64) -> Transf
     Transfer {
         address,
         envelope: Envelope { bytes, kind: 1 },
+        bytes,
         place: 0,
         done: 0,
         peer,
         direction,
         memory: NO_MEMORY,
+        lane: 0,
         next: NONE,
         op: 0,
         state: State::New,
+        reserved: 0,
     }
 }
 
-/// Runs both ranks, each in blocks of threads that share out their chains.
-fn run(ranks: &mut [Rank; 2], lists: &mut [Vec<Transfer>; 2], (blocks, threads): (u32, u32)) {
+/// The parts of a transfer on all the lanes that it takes.
+fn spread(whole: Transfer, lanes: Lanes) -> impl Iterator<Item = Transfer> {
+    (0..lanes.of(whole.bytes)).map(move |lane| {
+        let part = lanes.part(whole.bytes, lane);
+        Transfer {
+            address: whole.address + part.begin,
+            bytes: part.len(),
+            place: whole.place + part.begin,
+            lane,
+            ..whole
+        }
+    })
+}
+
+/// All of `list` as chains of their own, for so many blocks.
+fn table(list: &[Transfer], blocks: u32) -> Transfers {
+    Transfers {
+        chains: list.as_ptr() as u64,
+        followers: 0,
+        count: list.len() as u32,
+        blocks,
+        launch: 0,
+        reserved: 0,
+    }
+}
+
+/// Runs both ranks, each in blocks of threads that share out their chains. What each block brought back.
+fn outcomes(
+    ranks: &mut [Rank; 2],
+    lists: &[Vec<Transfer>; 2],
+    (blocks, threads): (u32, u32),
+) -> Vec<Result<(), Stopped>> {
     let failed = AtomicBool::new(false);
+    let results = Mutex::new(Vec::new());
     let reducer = HostReducer::new(DataType::U32, ReduceOp::Sum);
     let exchanges: Vec<_> = (0..)
         .zip(ranks)
         .map(|(me, rank)| rank.exchange(me))
         .collect();
-    let mut chains: Vec<Vec<u32>> = lists
-        .iter()
-        .map(|list| (0..list.len() as u32).collect())
-        .collect();
-    let tables: Vec<_> = lists
-        .iter_mut()
-        .zip(&mut chains)
-        .map(|(list, chains)| Transfers {
-            transfers: list.as_mut_ptr() as u64,
-            chains: chains.as_mut_ptr() as u64,
-            count: chains.len() as u32,
-            blocks,
+    // Each block has its own chains, and its board.
+    let mut desks: Vec<_> = (0..2 * blocks)
+        .map(|team| {
+            let (rank, index) = ((team / blocks) as usize, team % blocks);
+            let (begin, count) = table(&lists[rank], blocks).share(index);
+            let own = lists[rank][begin as usize..][..count as usize].to_vec();
+            (own, [0_u64; BOARD as usize / 8])
         })
         .collect();
-    let done = AtomicU32::new(0);
+    let desks: Vec<_> = desks
+        .iter_mut()
+        .map(|(chains, board)| Desk {
+            chains: chains.as_mut_ptr() as u64,
+            board: board.as_mut_ptr() as u64,
+        })
+        .collect();
     let meetings: Vec<_> = (0..2 * blocks)
         .map(|_| Meeting {
             parties: threads.into(),
             arrived: 0.into(),
         })
         .collect();
-    let outcomes: Vec<_> = (0..2 * blocks).map(|_| Mutex::new(None)).collect();
+    let stops: Vec<_> = (0..2 * blocks).map(|_| Mutex::new(None)).collect();
     std::thread::scope(|scope| {
         for team in 0..2 * blocks {
             for thread in 0..threads {
                 let (rank, index) = ((team / blocks) as usize, team % blocks);
-                let (exchange, table) = (&exchanges[rank], &tables[rank]);
-                let (failed, reducer, done) = (&failed, &reducer, &done);
+                let (exchange, table) = (&exchanges[rank], table(&lists[rank], blocks));
+                let results = &results;
+                let (failed, reducer, desk) = (&failed, &reducer, desks[team as usize]);
                 let meeting = &meetings[team as usize];
-                let stopped = &outcomes[team as usize];
+                let stopped = &stops[team as usize];
                 scope.spawn(move || {
                     let _tell = TellIfPanicking(failed);
                     let block = TeamBlock {
@@ -202,23 +239,45 @@ fn run(ranks: &mut [Rank; 2], lists: &mut [Vec<Transfer>; 2], (blocks, threads):
                         failed,
                     };
                     // SAFETY: tables and buffers live until all have ended, and each rank has its own.
-                    let result = unsafe { run_block(&block, reducer, exchange, table, index) };
-                    assert_eq!(result, Ok(()));
-                    done.fetch_add(1, Ordering::Relaxed);
+                    let result =
+                        unsafe { run_block(&block, reducer, exchange, &table, index, desk) };
+                    if let (0, Err(stopped)) = (thread, result) {
+                        // SAFETY: as above; as a kernel does it.
+                        unsafe { abandon(&Raw, exchange, stopped) };
+                    }
+                    results.lock().unwrap().push(result);
                 });
             }
         }
     });
-    assert_eq!(done.into_inner(), 2 * blocks * threads);
+    results.into_inner().unwrap()
+}
+
+/// The same, of what must go well.
+fn run(ranks: &mut [Rank; 2], lists: &[Vec<Transfer>; 2], (blocks, threads): (u32, u32)) {
+    let results = outcomes(ranks, lists, (blocks, threads));
+    assert_eq!(results, vec![Ok(()); (2 * blocks * threads) as usize]);
 }
 
 #[test]
-fn threads_and_blocks_share_the_work() {
-    for (blocks, threads) in [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2)] {
-        let mut ranks = two_ranks(blocks);
+fn threads_blocks_and_lanes_share_the_work() {
+    for (blocks, threads, lanes) in [
+        (1, 1, 1),
+        (1, 4, 1),
+        (2, 1, 1),
+        (2, 3, 2),
+        (4, 2, 1),
+        (4, 1, 3),
+        (1, 2, 3),
+    ] {
+        let mut ranks = two_ranks(lanes);
+        let lanes = Lanes {
+            count: lanes,
+            step: 100,
+        };
         let mut random = Random(7);
-        // To oneself and to the other, both ways, of sizes around a slot's.
-        for sizes in [[0, 1], [95, 96], [97, 1000], [5000, 3]] {
+        // To oneself and to the other, both ways, of sizes around a slot's and those of a lane's part.
+        for sizes in [[0, 1], [95, 96], [99, 200], [97, 1000], [5000, 3]] {
             let sent: Vec<_> = (0..4).map(|k| random.bytes(sizes[k % 2])).collect();
             let mut got = sent.clone();
             let mut lists = [Vec::new(), Vec::new()];
@@ -228,11 +287,79 @@ fn threads_and_blocks_share_the_work() {
                 let bytes = sent.len() as u64;
                 let send = transfer(Direction::Send, to, sent.as_ptr() as u64, bytes);
                 let receive = transfer(Direction::Receive, from, got.as_mut_ptr() as u64, bytes);
-                lists[from as usize].push(send);
-                lists[to as usize].push(receive);
+                lists[from as usize].extend(spread(send, lanes));
+                lists[to as usize].extend(spread(receive, lanes));
             }
-            run(&mut ranks, &mut lists, (blocks, threads));
-            assert!(got == sent, "{blocks} blocks of {threads} threads");
+            run(&mut ranks, &lists, (blocks, threads));
+            assert!(
+                got == sent,
+                "{blocks} blocks of {threads} threads, {lanes:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn what_lies_here_is_copied_beside_messages() {
+    for threads in [1, 3] {
+        let mut ranks = two_ranks(1);
+        let data = Random(9).bytes((2 << 20) + 77);
+        let mut got = vec![0; data.len()];
+        let mut copy = transfer(
+            Direction::Copy,
+            0,
+            got.as_mut_ptr() as u64,
+            data.len() as u64,
+        );
+        copy.place = data.as_ptr() as u64;
+        run(&mut ranks, &[vec![copy], vec![]], (1, threads));
+        assert!(got == data);
+    }
+}
+
+#[test]
+fn messages_that_differ_end_all_blocks_of_both_ranks() {
+    let lanes = Lanes {
+        count: 4,
+        step: 100,
+    };
+    // Whatever lanes they take, and whichever block finds it.
+    for (sent, wanted) in [(1000, 10), (10, 1000), (1000, 200), (399, 400)] {
+        for (blocks, threads) in [(1, 2), (2, 1), (4, 2)] {
+            let mut ranks = two_ranks(lanes.count);
+            let data = Random(2).bytes(sent);
+            let mut got = vec![0; wanted];
+            let send = transfer(Direction::Send, 1, data.as_ptr() as u64, sent as u64);
+            let (to, bytes) = (got.as_mut_ptr() as u64, wanted as u64);
+            let receive = transfer(Direction::Receive, 0, to, bytes);
+            // A second message, so that the sender waits for the first to be taken.
+            let more = transfer(Direction::Receive, 1, to, 0);
+            let lists = [
+                spread(send, lanes).chain([more]).collect(),
+                spread(receive, lanes).collect(),
+            ];
+            let results = outcomes(&mut ranks, &lists, (blocks, threads));
+            assert!(
+                results.contains(&Err(Stopped::Mismatch)),
+                "{sent} and {wanted}: {results:?}"
+            );
+            let envelopes: Vec<_> = ranks
+                .iter()
+                .map(|rank| {
+                    let said = rank
+                        .faults
+                        .iter()
+                        .find(|f| f.receiver == 1 && f.sender == 0);
+                    said.map(|fault| (fault.sent.bytes, fault.wanted.bytes))
+                })
+                .collect();
+            let expected = Some((sent as u64, wanted as u64));
+            assert_eq!(envelopes, [expected, expected], "{blocks} blocks");
+            for (me, rank) in (0..).zip(&mut ranks) {
+                let exchange = rank.exchange(me);
+                // SAFETY: all has ended.
+                assert!(unsafe { is_abandoned(&Raw, &exchange) });
+            }
         }
     }
 }
@@ -245,7 +372,7 @@ fn threads_reduce_and_pull_together() {
         let inputs = [input(0), input(1)];
         let mut output = [vec![0_u32; 200], vec![0_u32; 300]];
         // Rank 0 gets the first 200 elements, rank 1 the rest.
-        let mut lists: [Vec<_>; 2] = [0, 1].map(|me: u32| {
+        let lists: [Vec<_>; 2] = [0, 1].map(|me: u32| {
             let at = |rank: u32| inputs[me as usize].as_ptr() as u64 + u64::from(rank) * 800;
             let bytes = |rank: u32| 800 + u64::from(rank) * 400;
             let output = output[me as usize].as_mut_ptr() as u64;
@@ -255,7 +382,7 @@ fn threads_reduce_and_pull_together() {
             reduce.place = at(me);
             vec![send, reduce]
         });
-        run(&mut ranks, &mut lists, (1, threads));
+        run(&mut ranks, &lists, (1, threads));
         let sums: Vec<u32> = (0..500).map(|i| 2 * i + 1000).collect();
         assert!(output.concat() == sums, "{threads} threads");
 
@@ -270,7 +397,7 @@ fn threads_reduce_and_pull_together() {
         let mut offer = transfer(Direction::Send, 1, data.as_ptr() as u64 + 8, bytes);
         (offer.memory, offer.place) = (0, 8);
         let receive = transfer(Direction::Receive, 0, got.as_mut_ptr() as u64, bytes);
-        run(&mut ranks, &mut [vec![offer], vec![receive]], (1, threads));
+        run(&mut ranks, &[vec![offer], vec![receive]], (1, threads));
         assert!(got == data[8..], "{threads} threads");
     }
 }
@@ -293,17 +420,15 @@ fn take_offer(
     unsafe { (slot as *mut [u64; 4]).write(header) };
     let mut got = [0_u8; 48];
     let mut list = [transfer(Direction::Receive, 1, got.as_mut_ptr() as u64, 48)];
-    let mut chains = [0_u32];
     let exchange = ranks[0].exchange(0);
-    let table = Transfers {
-        transfers: list.as_mut_ptr() as u64,
-        chains: chains.as_mut_ptr() as u64,
-        count: 1,
-        blocks: 1,
+    let desk = Desk {
+        chains: list.as_mut_ptr() as u64,
+        board: 0,
     };
+    let table = table(&list, 1);
     let reducer = HostReducer::new(DataType::U8, ReduceOp::Sum);
     // SAFETY: tables and buffers live here, and nobody else uses them.
-    let result = unsafe { run_block(&HostBlock::NO_WAIT, &reducer, &exchange, &table, 0) };
+    let result = unsafe { run_block(&HostBlock::NO_WAIT, &reducer, &exchange, &table, 0, desk) };
     (result, got)
 }
 
@@ -339,7 +464,7 @@ fn an_offer_of_memory_that_is_not_there_is_refused() {
             assert_eq!((result, got), (Ok(()), [7; 48]));
         } else {
             assert_eq!((result, got), (Err(Stopped::Mismatch), [0; 48]));
-            let fault = ranks[0].fault;
+            let fault = ranks[0].faults[0];
             assert_eq!((fault.sender, fault.receiver), (1, 0));
         }
     }

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use common::{Guarded, HostBlock, Random, difference, reference};
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
 use crossweft_device::executor::{Counters, STOPPED_EPOCH};
+use crossweft_device::gpu::bulk::{self, ALIGNMENT, BUFFERS, Stage};
 use crossweft_device::gpu::fused::{Tables, hop, one_shot, one_shot_lines, two_shot};
-use crossweft_device::gpu::lines::{PAIR, PAIR_PAYLOAD};
+use crossweft_device::gpu::lines::{self, PAIR, PAIR_PAYLOAD};
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::gpu::{
     GpuContext, GpuReducer, Hop, MAX_FUSED, MAX_MOVES, OneShot, TABLE_BYTES, TwoShot, copy, packets,
@@ -156,6 +157,105 @@ fn copies_at_every_alignment() {
                 });
                 assert_eq!(to.bytes(), data, "{bytes} bytes from {src} to {dst}");
                 assert!(to.intact(), "{bytes} bytes from {src} to {dst}");
+            }
+        }
+    }
+}
+
+/// Memory as a block shares it, of so many bytes.
+#[repr(C, align(128))]
+#[derive(Clone)]
+struct SharedLine([u8; ALIGNMENT as usize]);
+
+#[test]
+fn bulk_copies_at_every_alignment_through_buffers_of_any_size() {
+    let mut random = Random(11);
+    // None, none that is whole, the least, and larger ones.
+    let stages = [0, 8, 9, 17, 200].map(|lines| lines * ALIGNMENT);
+    for bytes in SIZES.into_iter().chain([4096, 40_001, 100_000]) {
+        let data = random.bytes(bytes);
+        let many = bytes > 2000;
+        for (src, dst) in (0..16).flat_map(|src| (0..16).map(move |dst| (src, dst))) {
+            if many && src % 5 != 0 {
+                continue;
+            }
+            for size in stages {
+                let mut shared = vec![SharedLine([0xee; 128]); 1 + (size / ALIGNMENT) as usize];
+                let mut from = Guarded::holding(&data, src);
+                let mut to = Guarded::new(bytes, dst);
+                let (a, b) = (to.addr(), from.addr());
+                in_turn(3, |block| {
+                    // SAFETY: the ranges, and the stage, have this size.
+                    unsafe {
+                        let stage =
+                            Stage::new(shared.as_mut_ptr().expose_provenance() as u64, size);
+                        bulk::copy(block, stage, a, b, bytes as u64);
+                    }
+                });
+                let what = format!("{bytes} bytes from {src} to {dst} through {size}");
+                assert_eq!(to.bytes(), data, "{what}");
+                assert!(to.intact(), "{what}");
+                assert_eq!(shared[shared.len() - 1].0, [0xee; 128], "{what}");
+                let used = shared[0].0 != [0xee; 128];
+                let whole = bytes.saturating_sub((16 - dst) % 16) >= 16;
+                let fits = size >= (BUFFERS + 1) * ALIGNMENT;
+                assert_eq!(used, fits && whole && src == dst, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn lines_carry_any_bytes_to_and_from_any_alignment() {
+    let mut random = Random(12);
+    let pair = PAIR_PAYLOAD as usize;
+    for bytes in [
+        0,
+        1,
+        15,
+        16,
+        17,
+        112,
+        113,
+        127,
+        239,
+        pair,
+        pair + 1,
+        1029,
+        5000,
+    ] {
+        let data = random.bytes(bytes);
+        for (src, dst) in [(0, 0), (1, 0), (0, 3), (4, 8), (7, 7)] {
+            for threads in [8, 16, 32] {
+                let mut from = Guarded::holding(&data, src);
+                let mut to = Guarded::new(bytes, dst);
+                let mut sent = vec![SharedLine([0; 128]); 2 * bytes.div_ceil(pair) + 1];
+                let (a, b) = (from.addr(), to.addr());
+                let at = sent.as_mut_ptr().expose_provenance() as u64;
+                let team = Team::new(threads, 1 << 20);
+                let outcomes = team.run(|member| {
+                    // SAFETY: the ranges have this size; all threads are one warp.
+                    unsafe {
+                        lines::copy_to_lines(member, at, a, bytes as u64, FLAG);
+                        lines::copy_from_lines(member, SITE, b, at, bytes as u64, FLAG)
+                    }
+                });
+                let what = format!("{bytes} bytes from {src} to {dst}, {threads} threads");
+                assert!(outcomes.iter().all(Result::is_ok), "{what}");
+                assert_eq!(to.bytes(), data, "{what}");
+                assert!(to.intact(), "{what}");
+                assert_eq!(sent[sent.len() - 1].0, [0; 128], "{what}");
+                // What has another flag has not arrived.
+                if bytes > 0 {
+                    let team = Team::new(threads, 3);
+                    let late = team.run(|member| {
+                        // SAFETY: as above.
+                        unsafe {
+                            lines::copy_from_lines(member, SITE, b, at, bytes as u64, FLAG + 1)
+                        }
+                    });
+                    assert!(late.iter().all(Result::is_err), "{what}");
+                }
             }
         }
     }

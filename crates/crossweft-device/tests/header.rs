@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use common::HostBlock;
 use crossweft_device::channel::{MemoryChannel, PortChannel, SwitchChannel};
 use crossweft_device::fifo::{Fifo, MAX_ID, TRIGGER_BYTES, Trigger, TriggerKind};
-use crossweft_device::gpu::{GpuContext, StatusRecord};
+use crossweft_device::gpu::{GpuContext, StatusRecord, lines};
 use crossweft_device::packet::{PAYLOAD, WORD, flag_of};
 use crossweft_device::semaphore::Semaphore;
 use crossweft_device::{Site, Stopped, WaitKind, Waiting};
@@ -81,7 +81,7 @@ fn numbers() -> Vec<String> {
         .map(|stopped| (format!("Status::{stopped:?}"), stopped as u32))
         .into_iter()
         .chain(kinds.map(|kind| (format!("WaitKind::{kind:?}"), kind as u32)));
-    let mut lines: Vec<_> = named
+    let mut asserts: Vec<_> = named
         .map(|(name, number)| format!("static_assert(static_cast<u32>({name}) == {number});"))
         .collect();
     for (name, number) in [
@@ -90,10 +90,14 @@ fn numbers() -> Vec<String> {
         ("PACKET_WORD", WORD),
         ("MAX_ID", MAX_ID.into()),
         ("TRIGGER_BYTES", TRIGGER_BYTES),
+        ("LINE", lines::LINE),
+        ("LINE_PAIR", lines::PAIR),
+        ("LINE_PAIR_PAYLOAD", lines::PAIR_PAYLOAD),
+        ("LINE_LANES", lines::LANES.into()),
     ] {
-        lines.push(format!("static_assert({name} == {number});"));
+        asserts.push(format!("static_assert({name} == {number});"));
     }
-    lines
+    asserts
 }
 
 fn functions() -> Vec<String> {

@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use crossweft_device::exchange::{
-    self, Direction, Envelope, Exchange, Incoming, Mapped, NO_MEMORY, NONE, Outgoing, State,
+    self, Desk, Direction, Envelope, Exchange, Incoming, Mapped, NO_MEMORY, NONE, Outgoing, State,
     Streams, Transfer, Transfers,
 };
 use crossweft_device::executor::run_block;
@@ -1134,13 +1134,16 @@ struct Pair {
     offered: bool,
 }
 
-/// Words of a rank's own: two streams, a fault, two places, transfers, chains.
+/// Words of a transfer.
+const TRANSFER_WORDS: u64 = size_of::<Transfer>() as u64 / 8;
+
+/// Words of a rank's own: two streams, a fault, two places, transfers, the first of each chain.
 const STREAMS: u64 = 0;
 const FAULT: u64 = STREAMS + 16;
 const MAPPED: u64 = FAULT + 5;
 const TRANSFERS: u64 = MAPPED + 4;
-const CHAINS: u64 = TRANSFERS + 6 * 8;
-const BUFFERS: u64 = CHAINS + 1;
+const CHAINS: u64 = TRANSFERS + 6 * TRANSFER_WORDS;
+const BUFFERS: u64 = CHAINS + 2 * TRANSFER_WORDS;
 const OWN_WORDS: u64 = BUFFERS + 12;
 
 impl Pair {
@@ -1202,12 +1205,6 @@ impl Pair {
         for (direction, from) in [(Direction::Send, me), (Direction::Receive, peer)] {
             let messages = self.messages[from as usize];
             for (index, &words) in (0..).zip(messages) {
-                if index == 0 {
-                    let at = own(CHAINS) + chains * 4;
-                    // SAFETY: as above.
-                    unsafe { memory.write(at, count) };
-                    chains += 1;
-                }
                 let address = own(BUFFERS + used);
                 if direction == Direction::Send {
                     for word in 0..words {
@@ -1222,9 +1219,11 @@ impl Pair {
                         bytes: words * 8,
                         kind: 1,
                     },
+                    bytes: words * 8,
                     place: used * 8,
                     done: 0,
                     peer: peer as u32,
+                    lane: 0,
                     direction,
                     memory: if self.offered { 0 } else { NO_MEMORY },
                     next: match index + 1 < messages.len() as u64 {
@@ -1233,9 +1232,17 @@ impl Pair {
                     },
                     op: 0,
                     state: State::New,
+                    reserved: 0,
                 };
                 // SAFETY: as above.
-                unsafe { memory.write(own(TRANSFERS + u64::from(count) * 8), transfer) };
+                unsafe {
+                    let at = own(TRANSFERS + u64::from(count) * TRANSFER_WORDS);
+                    memory.write(at, transfer);
+                    if index == 0 {
+                        memory.write(own(CHAINS + chains * TRANSFER_WORDS), transfer);
+                        chains += 1;
+                    }
+                }
                 count += 1;
                 used += words;
             }
@@ -1243,8 +1250,7 @@ impl Pair {
         let exchange = Exchange {
             streams: own(STREAMS),
             mapped: own(MAPPED),
-            fault: own(FAULT),
-            boards: 0,
+            faults: own(FAULT),
             slot_bytes: SLOT_WORDS * 8,
             slots: self.slots as u32,
             rank: me as u32,
@@ -1253,14 +1259,20 @@ impl Pair {
             memories: 1,
         };
         let transfers = Transfers {
-            transfers: own(TRANSFERS),
             chains: own(CHAINS),
+            followers: own(TRANSFERS),
             count: chains as u32,
             blocks: 1,
+            launch: 0,
+            reserved: 0,
+        };
+        let desk = Desk {
+            chains: own(CHAINS),
+            board: 0,
         };
         let block = LoomBlock::new(memory);
         // SAFETY: as above; each rank has its own tables and buffers.
-        unsafe { exchange::run_block(&block, &LoomReducer, &exchange, &transfers, 0)? };
+        unsafe { exchange::run_block(&block, &LoomReducer, &exchange, &transfers, 0, desk)? };
         for (address, index, words) in received {
             for word in 0..words {
                 let value = Self::value(peer, index, word);

@@ -83,21 +83,22 @@ impl CudaLauncher {
             max_registers: Some(MAX_REGISTERS),
             ..CompileOptions::default()
         };
-        let loaded = Module::shared(context, module.name, module.ptx, &options)?;
-        let kernel = loaded.kernel(entries.plan)?;
+        let load = |module: &crossweft_kernels::Module| {
+            Module::shared(context, module.name, module.ptx, &options)
+        };
+        let kernel = load(module)?.kernel(entries.plan)?;
         let most = threads.unwrap_or(MAX_THREADS).clamp(32, MAX_THREADS) / 32 * 32;
         let needed = u64::from(blocks) * u64::from(sharers);
         let threads = resident_threads(&kernel, most, needed)?;
         let fused = match fused {
             None => None,
             Some(fused) => {
-                let kernel = match fused.entry(&entries) {
-                    (entry, false) => loaded.kernel(entry)?,
-                    (entry, true) => {
-                        let module = hop_module(sm).ok_or_else(incapable)?;
-                        Module::shared(context, module.name, module.ptx, &options)?.kernel(entry)?
-                    }
+                let (entry, is_hop) = fused.entry(&entries);
+                let module = match is_hop {
+                    true => hop_module(sm).ok_or_else(incapable)?,
+                    false => module,
                 };
+                let kernel = load(module)?.kernel(entry)?;
                 let threads = resident_threads(&kernel, most, needed)?;
                 Some((fused, kernel, threads))
             }

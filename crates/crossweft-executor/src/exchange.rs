@@ -1,8 +1,11 @@
 //! Exchanges: sends and receives of any pattern, prepared once for all pairs of ranks.
 //!
 //! What is prepared knows nothing of messages: a group of [`Messages`] brings peers, sizes and buffers along
-//! and is launched like a plan. [`crossweft_device::exchange`] says how messages travel.
+//! and is launched like a plan, on a GPU by `cuda`. [`crossweft_device::exchange`] says how messages travel.
 #![allow(unsafe_code)]
+
+mod cuda;
+mod layout;
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -14,16 +17,19 @@ use crossweft_channel::{
     ChannelError, Endpoint, Guard, Image, ImageBuilder, RegisteredMemory, StopCause,
 };
 use crossweft_device::exchange::{
-    Direction, Envelope, Exchange as Program, Fault, GAVE_UP, Incoming, LINE, Mapped, NO_MEMORY,
-    NONE, Outgoing, State, Streams, Transfer, Transfers, give_up, run_block, withdraw,
+    Desk, Direction, Envelope, Exchange as Program, Fault, GAVE_UP, Incoming, LINE, Lanes, Mapped,
+    NO_MEMORY, Outgoing, Streams, Transfers, give_up, run_block, withdraw,
 };
+use crossweft_device::memory::Memory as _;
 use crossweft_device::reduce::HostReducer;
-use crossweft_device::{DataType, Memory as _, Raw, ReduceOp, Stopped, WaitKind};
+use crossweft_device::{DataType, Raw, ReduceOp, Stopped, WaitKind};
 use crossweft_hal::cpu::{Grid, Interrupted, Schedule, reducer};
-use crossweft_hal::{Device, HalError};
+use crossweft_hal::{Device, HalError, Memory, cuda as hal};
 use smallvec::SmallVec;
 
 use crate::turn::Turn;
+use cuda::Launcher;
+use layout::Layout;
 
 /// What an exchange is prepared for. Ranks must agree on all of it but the limit.
 #[derive(Clone, Debug)]
@@ -34,22 +40,53 @@ pub struct ExchangeOptions {
     pub slots: u32,
     /// Bytes of a slot: a multiple of 64, at least 128. Each rank has a ring for every rank.
     pub slot_bytes: u64,
+    /// Rings of each pair. A large message is spread over them, for as many thread blocks: one on the CPU.
+    pub lanes: u32,
     /// Registered memories from which receivers copy large messages themselves, which saves one copy.
     pub memories: Vec<Arc<RegisteredMemory>>,
+    /// Element types of reductions on a GPU, whose kernels are loaded now.
+    pub reduces: Vec<DataType>,
     /// The longest a launch may take, waits for peers included.
     pub limit: Duration,
 }
 
+/// Bytes of a message for each lane that it takes beyond the first.
+const LANE_STEP: u64 = 128 << 10;
+
 impl ExchangeOptions {
-    /// The usual rings: 16 slots of 16 KiB for each pair.
+    /// The usual rings of the CPU: 16 slots of 16 KiB for each pair.
     #[must_use]
     pub fn new(limit: Duration) -> Self {
         Self {
             slots: 16,
             // Not a power of two: first lines of slots would compete for the same sets of a cache.
             slot_bytes: (16 << 10) + LINE,
+            lanes: 1,
             memories: Vec::new(),
+            reduces: Vec::new(),
             limit,
+        }
+    }
+
+    /// The usual rings of a device: on a GPU 8 lanes of 8 slots of 64 KiB for each pair.
+    #[must_use]
+    pub fn usual(device: &Device, limit: Duration) -> Self {
+        let of_cpu = Self::new(limit);
+        match device {
+            Device::Cpu => of_cpu,
+            _ => Self {
+                slots: 8,
+                slot_bytes: (64 << 10) + LINE,
+                lanes: 8,
+                ..of_cpu
+            },
+        }
+    }
+
+    fn lanes(&self) -> Lanes {
+        Lanes {
+            count: self.lanes,
+            step: LANE_STEP,
         }
     }
 }
@@ -232,6 +269,53 @@ pub enum Source<'a> {
     Slice(&'a [u8]),
     /// A range of this rank's part of a registered memory. Nobody may write it until the launch has ended.
     Registered(&'a RegisteredMemory, Range<u64>),
+    /// Memory of this rank's device, by address.
+    Region(Region),
+    /// A range of a memory of this rank's device.
+    Memory(&'a Memory, Range<u64>),
+}
+
+/// Memory of this rank's device, by address: buffers that others made, such as a framework's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    address: u64,
+    bytes: u64,
+}
+
+impl Region {
+    /// `bytes` bytes from `address`.
+    ///
+    /// # Safety
+    /// For as long as launches that it is given to are under way, replays of a graph included, the memory must be valid
+    /// for the rank's device, and nobody else may use it: what is sent may be read, what is received not even that.
+    #[must_use]
+    pub const unsafe fn new(address: u64, bytes: u64) -> Self {
+        Self { address, bytes }
+    }
+
+    /// Its first byte.
+    #[must_use]
+    pub const fn address(self) -> u64 {
+        self.address
+    }
+
+    /// Its size in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        self.bytes
+    }
+
+    /// A range of its bytes; `None` if that does not lie in it.
+    #[must_use]
+    pub const fn part(self, range: Range<u64>) -> Option<Self> {
+        if range.start > range.end || range.end > self.bytes {
+            return None;
+        }
+        Some(Self {
+            address: self.address + range.start,
+            bytes: range.end - range.start,
+        })
+    }
 }
 
 /// Where a message goes.
@@ -242,6 +326,10 @@ pub enum Destination<'a> {
     Slice(&'a mut [u8]),
     /// A range of this rank's part of a registered memory. Nobody may access it until the launch has ended.
     Registered(&'a RegisteredMemory, Range<u64>),
+    /// Memory of this rank's device, by address.
+    Region(Region),
+    /// A range of a memory of this rank's device.
+    Memory(&'a Memory, Range<u64>),
 }
 
 /// A send or receive that was asked for.
@@ -252,28 +340,29 @@ struct Request {
     kind: Kind,
     address: u64,
     bytes: u64,
-    /// For [`Transfer::memory`] and [`Transfer::place`].
+    /// For [`memory`](crossweft_device::exchange::Transfer::memory) and
+    /// [`place`](crossweft_device::exchange::Transfer::place).
     memory: u32,
     place: u64,
 }
 
 impl Request {
-    /// `receive 2 of 64 bytes of f32 from rank 1`.
-    fn words(&self, index: usize) -> String {
-        let what = words(&self.envelope());
-        let peer = self.peer;
-        match self.direction {
-            Direction::Send => format!("send {index} of the group, {what} to rank {peer}"),
-            Direction::Reduce => format!("reduction {index} of the group, {what} from every rank"),
-            _ => format!("receive {index} of the group, {what} from rank {peer}"),
-        }
-    }
-
     fn envelope(&self) -> Envelope {
         Envelope {
             bytes: self.bytes,
             kind: self.kind.number(),
         }
+    }
+}
+
+/// `receive 2 of the group, 64 bytes of f32 from rank 1`.
+fn call_words(direction: Direction, envelope: &Envelope, peer: u32, index: u32) -> String {
+    let what = words(envelope);
+    match direction {
+        Direction::Send => format!("send {index} of the group, {what} to rank {peer}"),
+        Direction::Reduce => format!("reduction {index} of the group, {what} from every rank"),
+        Direction::Copy => format!("copy {index} of the group, {what}"),
+        _ => format!("receive {index} of the group, {what} from rank {peer}"),
     }
 }
 
@@ -292,56 +381,47 @@ pub struct Messages<'a> {
     requests: SmallVec<[Request; INLINE]>,
     /// What was wrong first.
     wrong: Option<String>,
+    /// Whether all memory of the buffers is the exchange's too, or was promised to stay.
+    are_kept: bool,
     buffers: PhantomData<&'a mut [u8]>,
+}
+
+/// What a message is sent from, or goes to.
+struct Place {
+    address: u64,
+    bytes: u64,
+    /// Where it lies in a memory of the exchange, by its number.
+    offered: Option<(u32, u64)>,
 }
 
 impl<'a> Messages<'a> {
     /// Sends a message to `peer`, which may be this rank.
     pub fn send(&mut self, peer: u32, kind: Kind, source: Source<'a>) -> &mut Self {
-        let exchange = self.exchange;
-        let is_own = peer == exchange.endpoint.rank();
-        let (address, bytes, memory, place) = match source {
-            Source::Slice(data) => {
-                let address = data.as_ptr().expose_provenance() as u64;
-                (address, data.len() as u64, NO_MEMORY, 0)
-            }
-            Source::Registered(memory, range) => {
-                let Some((address, bytes)) = self.locate(memory, &range) else {
-                    return self;
-                };
-                let index = (0..)
-                    .zip(&exchange.memories)
-                    .find(|(_, known)| std::ptr::eq(Arc::as_ptr(known), memory));
-                // A reduction looks for its messages in slots.
-                let is_reduced = matches!(kind.purpose, Purpose::ReduceScatter(_));
-                let index = index
-                    .filter(|_| !is_own && !is_reduced)
-                    .map_or(NO_MEMORY, |(index, _)| index);
-                (address, bytes, index, range.start)
-            }
+        let Some(place) = self.source(&source) else {
+            return self;
+        };
+        // A reduction looks for its messages in slots.
+        let is_slotted =
+            peer == self.exchange.rank() || matches!(kind.purpose, Purpose::ReduceScatter(_));
+        let (memory, at) = match place.offered {
+            Some(offered) if !is_slotted => offered,
+            _ => (NO_MEMORY, 0),
         };
         self.push(Request {
             direction: Direction::Send,
             peer,
             kind,
-            address,
-            bytes,
+            address: place.address,
+            bytes: place.bytes,
             memory,
-            place,
+            place: at,
         })
     }
 
     /// Receives a message from `peer`, which may be this rank.
     pub fn receive(&mut self, peer: u32, kind: Kind, destination: Destination<'a>) -> &mut Self {
-        let (address, bytes) = match destination {
-            Destination::Slice(data) => {
-                let address = data.as_mut_ptr().expose_provenance() as u64;
-                (address, data.len() as u64)
-            }
-            Destination::Registered(memory, range) => match self.locate(memory, &range) {
-                Some(located) => located,
-                None => return self,
-            },
+        let Some(Place { address, bytes, .. }) = self.destination(&destination) else {
+            return self;
         };
         self.push(Request {
             direction: Direction::Receive,
@@ -360,23 +440,133 @@ impl<'a> Messages<'a> {
         &mut self,
         dtype: DataType,
         op: ReduceOp,
-        own: &'a [u8],
-        output: &'a mut [u8],
+        own: Source<'a>,
+        output: Destination<'a>,
     ) -> &mut Self {
-        if own.len() != output.len() {
-            let (own, output) = (own.len(), output.len());
-            return self.refuse(format!("a reduction of {own} bytes into {output}"));
-        }
         let purpose = Purpose::ReduceScatter(op);
+        let kind = Kind { dtype, purpose };
+        self.here(Direction::Reduce, kind, &own, &output)
+    }
+
+    /// Copies what this rank has itself, beside the messages.
+    pub fn copy(&mut self, kind: Kind, from: Source<'a>, to: Destination<'a>) -> &mut Self {
+        self.here(Direction::Copy, kind, &from, &to)
+    }
+
+    fn here(
+        &mut self,
+        direction: Direction,
+        kind: Kind,
+        own: &Source<'a>,
+        output: &Destination<'a>,
+    ) -> &mut Self {
+        let (Some(own), Some(to)) = (self.source(own), self.destination(output)) else {
+            return self;
+        };
+        if own.bytes != to.bytes {
+            let what = match direction {
+                Direction::Reduce => "reduction",
+                _ => "copy",
+            };
+            return self.refuse(format!("a {what} of {} bytes into {}", own.bytes, to.bytes));
+        }
         self.push(Request {
-            direction: Direction::Reduce,
+            direction,
             peer: 0,
-            kind: Kind { dtype, purpose },
-            address: output.as_mut_ptr().expose_provenance() as u64,
-            bytes: output.len() as u64,
+            kind,
+            address: to.address,
+            bytes: to.bytes,
             memory: NO_MEMORY,
-            place: own.as_ptr().expose_provenance() as u64,
+            place: own.address,
         })
+    }
+
+    /// Where a source lies, if it can be reached.
+    fn source(&mut self, source: &Source<'_>) -> Option<Place> {
+        match source {
+            Source::Slice(data) => {
+                self.slice(data.as_ptr().expose_provenance() as u64, data.len() as u64)
+            }
+            Source::Registered(memory, range) => self.registered(memory, range),
+            Source::Region(region) => Some(self.region(*region)),
+            Source::Memory(memory, range) => self.memory(memory, range),
+        }
+    }
+
+    /// Where a destination lies, if it can be reached.
+    fn destination(&mut self, destination: &Destination<'_>) -> Option<Place> {
+        match destination {
+            Destination::Slice(data) => {
+                self.slice(data.as_ptr().expose_provenance() as u64, data.len() as u64)
+            }
+            Destination::Registered(memory, range) => self.registered(memory, range),
+            Destination::Region(region) => Some(self.region(*region)),
+            Destination::Memory(memory, range) => self.memory(memory, range),
+        }
+    }
+
+    fn slice(&mut self, address: u64, bytes: u64) -> Option<Place> {
+        if let Machine::Cuda(_) = self.exchange.machine {
+            self.refuse("a message lies in the host's memory; ranks are on cuda".to_owned());
+            return None;
+        }
+        Some(Place {
+            address,
+            bytes,
+            offered: None,
+        })
+    }
+
+    fn registered(&mut self, memory: &RegisteredMemory, range: &Range<u64>) -> Option<Place> {
+        let known = (0..)
+            .zip(&self.exchange.memories)
+            .find(|(_, known)| std::ptr::eq(Arc::as_ptr(known), memory));
+        let offered = known.map(|(index, _)| (index, range.start));
+        self.are_kept &= offered.is_some();
+        let (address, bytes) = self.locate(memory, range)?;
+        Some(Place {
+            address,
+            bytes,
+            offered,
+        })
+    }
+
+    fn memory(&mut self, memory: &Memory, range: &Range<u64>) -> Option<Place> {
+        let is_here = match (&self.exchange.machine, memory) {
+            (Machine::Cpu(_), Memory::Cpu(_)) => true,
+            (Machine::Cuda(launcher), Memory::Cuda(memory)) => launcher.has(memory),
+            _ => false,
+        };
+        if !is_here {
+            let device = self.exchange.endpoint.device().name();
+            self.refuse(format!(
+                "a message lies in memory that is not of this rank's {device} device"
+            ));
+            return None;
+        }
+        // Only for as long as the borrow.
+        self.are_kept = false;
+        let (address, bytes) = self.within(memory.addr(), memory.bytes(), range)?;
+        Some(Place {
+            address,
+            bytes,
+            offered: None,
+        })
+    }
+
+    fn region(&self, region: Region) -> Place {
+        let Region { address, bytes } = region;
+        let memories = (0..).zip(&self.exchange.memories);
+        let within = |(index, memory): (u32, &Arc<RegisteredMemory>)| {
+            let at = address.checked_sub(memory.local().addr())?;
+            let end = at.checked_add(bytes)?;
+            (end <= memory.bytes()).then_some((index, at))
+        };
+        Place {
+            address,
+            bytes,
+            offered: memories.filter_map(within).next(),
+        }
     }
 
     /// Does all of it. Blocks until every receive is complete and the buffer of every send may be changed; a
@@ -390,8 +580,42 @@ impl<'a> Messages<'a> {
             Some(reason) => Err(self.exchange.usage(reason)),
             None => self.exchange.launch(requests, self.buffers),
         };
-        self.requests.clear();
+        self.clear();
         result
+    }
+
+    /// Launches all of it in the order of a stream of this rank's GPU, which may be recording a graph, and returns at
+    /// once. What goes wrong on the device shows up in [`Exchange::check`]. Groups of one exchange follow one another,
+    /// whatever streams they are on, but for those that are recorded: replays must not run at the same time as others.
+    ///
+    /// An exchange that is dropped waits for what it has launched, at most for its limit; graphs must not outlive it.
+    ///
+    /// # Errors
+    /// [`ExchangeError::Usage`]: ranks are not on GPUs, or something lies in a borrowed memory, or in a registered one that
+    /// the exchange was not prepared with, which nobody would keep; [`ExchangeError::Hal`], [`ExchangeError::Poisoned`], and what
+    /// [`Exchange::check`] says.
+    pub fn run_on(&mut self, stream: &hal::Stream) -> Result<(), ExchangeError> {
+        let result = match (self.wrong.take(), &self.exchange.machine) {
+            (Some(reason), _) => Err(self.exchange.usage(reason)),
+            (None, Machine::Cpu(_)) => {
+                let reason = "it was prepared for the cpu, which has no such streams";
+                Err(self.exchange.usage(reason.to_owned()))
+            }
+            (None, Machine::Cuda(_)) if !self.are_kept => {
+                let reason = "a message lies in memory that is only borrowed, and not the exchange's: give its address";
+                Err(self.exchange.usage(reason.to_owned()))
+            }
+            (None, Machine::Cuda(launcher)) => {
+                self.exchange.enqueue(launcher, stream, &self.requests)
+            }
+        };
+        self.clear();
+        result
+    }
+
+    fn clear(&mut self) {
+        self.requests.clear();
+        self.are_kept = true;
     }
 
     fn push(&mut self, request: Request) -> &mut Self {
@@ -420,7 +644,11 @@ impl<'a> Messages<'a> {
 
     /// Address and size of a range of registered memory.
     fn locate(&mut self, memory: &RegisteredMemory, range: &Range<u64>) -> Option<(u64, u64)> {
-        let size = memory.bytes();
+        self.within(memory.local().addr(), memory.bytes(), range)
+    }
+
+    /// Address and size of a range of `size` bytes from `address`.
+    fn within(&mut self, address: u64, size: u64, range: &Range<u64>) -> Option<(u64, u64)> {
         if range.start > range.end || range.end > size {
             let Range { start, end } = range;
             self.refuse(format!(
@@ -428,8 +656,7 @@ impl<'a> Messages<'a> {
             ));
             return None;
         }
-        let address = memory.local().addr() + range.start;
-        Some((address, range.end - range.start))
+        Some((address + range.start, range.end - range.start))
     }
 }
 
@@ -439,24 +666,21 @@ impl<'a> Messages<'a> {
 pub struct Exchange {
     endpoint: Arc<Endpoint>,
     program: Program,
-    desk: Turn<Desk>,
+    // First of what launches use: it waits for them when it is dropped.
+    machine: Machine,
     poisoned: AtomicBool,
     limit: Duration,
     memories: Vec<Arc<RegisteredMemory>>,
     // What the program points to.
-    image: Image,
-    fault: u64,
+    _image: Image,
     rings: Arc<RegisteredMemory>,
 }
 
-/// Where a launch's transfers are laid out.
+/// What runs launches.
 #[derive(Debug)]
-struct Desk {
-    grid: Grid,
-    transfers: Vec<Transfer>,
-    chains: Vec<u32>,
-    /// For each direction and peer the last transfer of its chain.
-    last: Vec<u32>,
+enum Machine {
+    Cpu(Turn<(Grid, Layout)>),
+    Cuda(Box<Launcher>),
 }
 
 impl Exchange {
@@ -472,10 +696,13 @@ impl Exchange {
         deadline: Instant,
     ) -> Result<Arc<Self>, ExchangeError> {
         let what = "preparing an exchange";
+        let every_lane = options.lanes();
         let ExchangeOptions {
             slots,
             slot_bytes,
+            lanes,
             memories,
+            reduces,
             limit,
         } = options;
         let (rank, ranks) = (endpoint.rank(), endpoint.world_size());
@@ -487,7 +714,11 @@ impl Exchange {
             .map(|(keys, bytes)| format!("{keys:?} of {bytes} bytes"))
             .collect();
         let named = named.join(", ");
-        let statement = format!("{slots} slots of {slot_bytes} bytes, memories ({named})");
+        let device = endpoint.device();
+        let statement = format!(
+            "{slots} slots of {slot_bytes} bytes on {lanes} lanes of {}, memories ({named})",
+            device.name()
+        );
         endpoint.agree(&statement, what, deadline)?;
         let usage = |reason: String| ExchangeError::Usage { rank, reason };
         if !slots.is_power_of_two() {
@@ -499,27 +730,29 @@ impl Exchange {
                 2 * LINE
             )));
         }
-        if !matches!(endpoint.device(), Device::Cpu) {
-            let device = endpoint.device().name();
-            return Err(usage(format!(
-                "it is on {device}; exchanges run on the cpu"
-            )));
-        }
-        let lines = u64::from(ranks) * LINE;
+        let too_much = || {
+            usage(format!(
+                "{lanes} lanes of {slots} slots of {slot_bytes} bytes cannot be"
+            ))
+        };
+        let pairs = lanes.checked_mul(ranks).filter(|_| lanes > 0);
+        let pairs = pairs.ok_or_else(too_much)?;
+        let lines = u64::from(pairs) * LINE;
         let ring = u64::from(slots).checked_mul(slot_bytes);
         let bytes = ring
-            .and_then(|ring| ring.checked_mul(ranks.into()))
+            .and_then(|ring| ring.checked_mul(pairs.into()))
             .and_then(|rings| rings.checked_add(lines));
         let (Some(ring), Some(bytes)) = (ring, bytes) else {
-            return Err(usage(format!(
-                "{slots} slots of {slot_bytes} bytes are too much"
-            )));
+            return Err(too_much());
         };
         let rings = endpoint.allocate_registered(bytes, what, deadline)?;
         let own = rings.local().addr();
-        let streams = (0..ranks)
-            .map(|peer| {
-                let (here, there) = (u64::from(rank), u64::from(peer));
+        let streams = (0..lanes)
+            .flat_map(|lane| (0..ranks).map(move |peer| (lane, peer)))
+            .map(|(lane, peer)| {
+                // Of the same lane, by the other rank.
+                let here = u64::from(lane * ranks + rank);
+                let there = u64::from(lane * ranks + peer);
                 let base = rings.addr(peer)?;
                 Ok(Streams {
                     outgoing: Outgoing {
@@ -549,19 +782,34 @@ impl Exchange {
             let streams = image.put(&streams);
             let mapped = image.put(&mapped);
             let fault = image.put(&[Fault::default()]);
-            let image = image.finish(endpoint.device(), what)?;
-            let grid = Grid::new(1, Schedule::default())?;
-            Ok(((streams, mapped, fault), image, grid))
+            let image = image.finish(device, what)?;
+            let layout = Layout::new(ranks, every_lane);
+            // Launches that are waited for borrow a stream; each rank holds one until all have come, as for plans.
+            let (machine, stream) = match device {
+                Device::Cuda(context) => {
+                    let sharers = endpoint.sharers();
+                    let launcher = Launcher::new(context, layout, sharers, &reduces, limit)
+                        .map_err(HalError::from)?;
+                    let stream = launcher.stream().map_err(HalError::from)?;
+                    (Machine::Cuda(Box::new(launcher)), Some(stream))
+                }
+                _ => {
+                    let grid = Grid::new(1, Schedule::default())?;
+                    (Machine::Cpu(Turn::new((grid, layout))), None)
+                }
+            };
+            Ok(((streams, mapped, fault), image, machine, stream))
         };
         // No rank sends to one that cannot receive.
-        let ((streams, mapped, fault), image, grid) =
+        let ((streams, mapped, fault), image, machine, _stream) =
             endpoint.settle(prepared(), what, deadline, ExchangeError::from)?;
         let program = Program {
             streams: image.addr(streams),
             mapped: image.addr(mapped),
-            fault: image.addr(fault),
-            // Blocks have one thread here.
-            boards: 0,
+            faults: match &machine {
+                Machine::Cpu(_) => image.addr(fault),
+                Machine::Cuda(launcher) => launcher.faults(),
+            },
             slot_bytes,
             slots,
             rank,
@@ -569,21 +817,14 @@ impl Exchange {
             element: 1,
             memories: memories.len() as u32,
         };
-        let desk = Desk {
-            grid,
-            transfers: Vec::with_capacity(INLINE),
-            chains: Vec::with_capacity(INLINE),
-            last: vec![NONE; 2 * ranks as usize],
-        };
         Ok(Arc::new(Self {
             endpoint: Arc::clone(endpoint),
             program,
-            desk: Turn::new(desk),
+            machine,
             poisoned: AtomicBool::new(false),
             limit,
             memories,
-            image,
-            fault,
+            _image: image,
             rings,
         }))
     }
@@ -595,6 +836,7 @@ impl Exchange {
             exchange: self,
             requests: SmallVec::new(),
             wrong: None,
+            are_kept: true,
             buffers: PhantomData,
         }
     }
@@ -617,75 +859,192 @@ impl Exchange {
         self.rings.bytes()
     }
 
+    /// Whether every launch that has ended, ended well; does not block. On a GPU, ask after the stream has come to its
+    /// end.
+    ///
+    /// # Errors
+    /// On a GPU what ended the first launch that ended badly, as [`Messages::run`] would say it;
+    /// [`ExchangeError::Poisoned`] on the CPU.
+    pub fn check(&self) -> Result<(), ExchangeError> {
+        match &self.machine {
+            Machine::Cpu(_) => self.check_whole(),
+            Machine::Cuda(launcher) => {
+                let desk = launcher.desk(Duration::from_secs(1));
+                self.check_on(launcher, desk.as_deref())
+            }
+        }
+    }
+
+    fn check_on(
+        &self,
+        launcher: &Launcher,
+        desk: Option<&cuda::Desk>,
+    ) -> Result<(), ExchangeError> {
+        let Some(interrupted) = launcher.interrupted() else {
+            return Ok(());
+        };
+        self.poisoned.store(true, Ordering::Relaxed);
+        let guard = Guard::new(&self.endpoint, self.limit);
+        let site = interrupted.waiting.site;
+        let call = desk.and_then(|desk| Launcher::call(desk, site.channel, site.op));
+        let fault = launcher.fault(interrupted.block);
+        Err(self.explain(&interrupted, call, &fault, &guard))
+    }
+
+    /// Ends the waits of everything that was launched on a GPU, and of what will be, within about a millisecond: for who has
+    /// heard of a failure while nobody waits for the stream.
+    pub fn end_waits(&self) {
+        if let Machine::Cuda(launcher) = &self.machine {
+            launcher.end_waits();
+        }
+    }
+
+    fn check_whole(&self) -> Result<(), ExchangeError> {
+        match self.poisoned.load(Ordering::Relaxed) {
+            true => Err(ExchangeError::Poisoned { rank: self.rank() }),
+            false => Ok(()),
+        }
+    }
+
     fn usage(&self, reason: String) -> ExchangeError {
         let rank = self.rank();
         ExchangeError::Usage { rank, reason }
     }
 
-    /// Launches requests whose buffers the borrows vouch for.
-    fn launch(
+    /// The type and operation of the reduction among the requests.
+    fn reduction(
         &self,
         requests: &[Request],
-        _borrows: PhantomData<&mut [u8]>,
-    ) -> Result<(), ExchangeError> {
+    ) -> Result<Option<(DataType, ReduceOp)>, ExchangeError> {
         let reduction = requests.iter().find(|r| r.direction == Direction::Reduce);
-        if reduction.is_some()
-            && requests
-                .iter()
-                .filter(|r| r.direction != Direction::Send)
-                .count()
-                > 1
-        {
+        let receives = |r: &&Request| matches!(r.direction, Direction::Receive | Direction::Reduce);
+        if reduction.is_some() && requests.iter().filter(receives).count() > 1 {
             return Err(self.usage("a reduction stands beside other receives".to_owned()));
         }
-        let guard = Guard::new(&self.endpoint, self.limit);
-        // Launches follow one another, whichever threads they come from.
-        let Some(mut desk) = self.desk.take(self.limit) else {
-            let limit = self.limit;
-            return Err(self.usage(format!("another group of it still runs after {limit:?}")));
-        };
-        if self.poisoned.load(Ordering::Relaxed) {
-            return Err(ExchangeError::Poisoned { rank: self.rank() });
-        }
-        desk.lay_out(requests, self.endpoint.world_size());
-        let Desk {
-            grid,
-            transfers,
-            chains,
-            ..
-        } = &mut *desk;
-        let table = Transfers {
-            transfers: transfers.as_mut_ptr().expose_provenance() as u64,
-            chains: chains.as_mut_ptr().expose_provenance() as u64,
-            count: chains.len() as u32,
-            blocks: 1,
-        };
-        let mut program = self.program;
-        let reducer = match reduction.map(|request| request.kind) {
+        Ok(match reduction.map(|request| request.kind) {
             Some(Kind {
                 dtype,
                 purpose: Purpose::ReduceScatter(op),
-            }) => {
+            }) => Some((dtype, op)),
+            _ => None,
+        })
+    }
+
+    /// Launches requests whose buffers the borrows vouch for, and waits for the end.
+    fn launch(
+        &self,
+        requests: &[Request],
+        borrows: PhantomData<&mut [u8]>,
+    ) -> Result<(), ExchangeError> {
+        match &self.machine {
+            Machine::Cpu(machine) => self.launch_here(machine, requests, borrows),
+            Machine::Cuda(launcher) => {
+                let stream = launcher.stream().map_err(HalError::from)?;
+                self.enqueue(launcher, &stream, requests)?;
+                let guard = Guard::new(&self.endpoint, self.limit);
+                let failed =
+                    || self.endpoint.group().liveness().stopped() || guard.is_interrupted();
+                let waited = launcher.wait(&stream, self.limit, failed);
+                // What ended badly says more than what became of the stream.
+                self.check()?;
+                waited.map_err(|error| HalError::from(error).into())
+            }
+        }
+    }
+
+    /// Launches requests in the order of a stream.
+    fn enqueue(
+        &self,
+        launcher: &Launcher,
+        stream: &hal::Stream,
+        requests: &[Request],
+    ) -> Result<(), ExchangeError> {
+        let reduction = self.reduction(requests)?;
+        if requests.is_empty() {
+            return Ok(());
+        }
+        self.check_whole()?;
+        let Some(mut desk) = launcher.desk(self.limit) else {
+            let limit = self.limit;
+            return Err(self.usage(format!(
+                "another group is still being launched after {limit:?}"
+            )));
+        };
+        let table = launcher.lay_out(&mut desk, stream, requests)?;
+        // What used the table before has ended, so what became of it is known; the words are still there.
+        self.check_on(launcher, Some(&desk))?;
+        let mut program = self.program;
+        if let Some((dtype, _)) = reduction {
+            program.element = dtype.size() as u32;
+        }
+        // SAFETY: the program was prepared for this device, and what it points to lives in `self`, which waits for its
+        // launches when it is dropped. Requests were checked when they were made: ranges of registered memory that
+        // is kept, or regions whose makers have promised the rest.
+        let launched = unsafe { launcher.launch(&mut desk, stream, &program, table, reduction) };
+        launched.map_err(|error| match error {
+            cuda::Unlaunched::Hal(error) => error.into(),
+            cuda::Unlaunched::Unprepared(dtype) => self.usage(format!(
+                "a reduction of {dtype}, for which no kernel was loaded: name the type when the exchange is prepared"
+            )),
+        })
+    }
+
+    fn launch_here(
+        &self,
+        machine: &Turn<(Grid, Layout)>,
+        requests: &[Request],
+        _borrows: PhantomData<&mut [u8]>,
+    ) -> Result<(), ExchangeError> {
+        let reduction = self.reduction(requests)?;
+        let guard = Guard::new(&self.endpoint, self.limit);
+        // Launches follow one another, whichever threads they come from.
+        let Some(mut machine) = machine.take(self.limit) else {
+            let limit = self.limit;
+            return Err(self.usage(format!("another group of it still runs after {limit:?}")));
+        };
+        self.check_whole()?;
+        let (grid, layout) = &mut *machine;
+        layout.lay_out(requests);
+        let chains = layout.chains.as_mut_ptr().expose_provenance() as u64;
+        let table = Transfers {
+            chains,
+            followers: layout.followers.as_ptr().expose_provenance() as u64,
+            count: layout.chains.len() as u32,
+            blocks: 1,
+            launch: 0,
+            reserved: 0,
+        };
+        // Laid out anew for each launch, so they may change where they are.
+        let desk = Desk { chains, board: 0 };
+        let mut program = self.program;
+        let reducer = match reduction {
+            Some((dtype, op)) => {
                 program.element = dtype.size() as u32;
                 reducer(dtype, op)
             }
-            _ => COPIES,
+            None => COPIES,
         };
         let context = self.endpoint.context(&guard);
         // SAFETY: the program was prepared for this process, what it points to lives in `self`, and whoever
-        // has the desk is alone with it. The tables lie on the desk. Borrows vouch for slices until this
+        // has the turn is alone with it. The tables lie in the layout. Borrows vouch for slices until this
         // returns, and ranges of registered memory were checked; that nobody else uses them meanwhile is
         // part of what a call means: they are only accessed by raw copies.
         let result = grid.launch(&context, &|block, index| unsafe {
-            run_block(block, &reducer, &program, &table, index)
+            run_block(block, &reducer, &program, &table, index, desk)
         });
         result.map_err(|interrupted| {
             self.poisoned.store(true, Ordering::Relaxed);
-            // SAFETY: the launch has ended, and whoever has the desk is alone with the program.
+            // SAFETY: the launch has ended, and whoever has the turn is alone with the program.
             unsafe { withdraw(&Raw, &self.program) };
             // Only then may the caller write to what was offered.
             fence(Ordering::SeqCst);
-            let error = self.explain(&interrupted, requests, &guard);
+            let index = interrupted.waiting.site.op;
+            let call = requests.get(index as usize).map(|request| {
+                call_words(request.direction, &request.envelope(), request.peer, index)
+            });
+            // SAFETY: the image's record, which the launch that has ended wrote.
+            let fault: Fault = unsafe { Raw.read(self.program.faults) };
+            let error = self.explain(&interrupted, call, &fault, &guard);
             // What ends the job everybody hears of, in better words.
             if let ExchangeError::Interrupted { cause, .. } = &error
                 && !matches!(**cause, StopCause::Failure(_))
@@ -701,7 +1060,8 @@ impl Exchange {
     fn explain(
         &self,
         interrupted: &Interrupted,
-        requests: &[Request],
+        call: Option<String>,
+        fault: &Fault,
         guard: &Guard<'_>,
     ) -> ExchangeError {
         let rank = self.rank();
@@ -709,20 +1069,15 @@ impl Exchange {
             stopped, waiting, ..
         } = *interrupted;
         let peer = waiting.site.peer;
-        let index = waiting.site.op as usize;
-        let call = requests
-            .get(index)
-            .map_or_else(|| "a group".to_owned(), |request| request.words(index));
+        let call = call.unwrap_or_else(|| "a group".to_owned());
         match (stopped, waiting.site.kind) {
             (Stopped::Mismatch, WaitKind::Envelope) => {
-                // SAFETY: the image's record, which the launch that has ended wrote.
-                let fault: Fault = unsafe { Raw.read(self.image.addr(self.fault)) };
                 let Fault {
                     sender,
                     receiver,
                     sent,
                     wanted,
-                } = fault;
+                } = *fault;
                 ExchangeError::Mismatch {
                     rank,
                     peer,
@@ -744,48 +1099,6 @@ impl Exchange {
                 waited_for: Guard::describe(&waiting),
                 cause: Box::new(guard.cause(stopped, &waiting)),
             },
-        }
-    }
-}
-
-impl Desk {
-    /// Lays requests out as transfers, chained by direction and peer: sends first, for peers wait for them.
-    fn lay_out(&mut self, requests: &[Request], ranks: u32) {
-        self.transfers.clear();
-        self.chains.clear();
-        for (op, request) in (0..).zip(requests) {
-            self.transfers.push(Transfer {
-                address: request.address,
-                envelope: request.envelope(),
-                place: request.place,
-                done: 0,
-                peer: request.peer,
-                direction: request.direction,
-                memory: request.memory,
-                next: NONE,
-                op,
-                state: State::New,
-            });
-        }
-        let chain_of = |request: &Request| match request.direction {
-            Direction::Send => request.peer,
-            _ => ranks + request.peer,
-        } as usize;
-        for is_send in [true, false] {
-            let requests = (0..).zip(requests);
-            for (index, request) in
-                requests.filter(|(_, r)| (r.direction == Direction::Send) == is_send)
-            {
-                let last = &mut self.last[chain_of(request)];
-                match *last {
-                    NONE => self.chains.push(index),
-                    before => self.transfers[before as usize].next = index,
-                }
-                *last = index;
-            }
-        }
-        for request in requests {
-            self.last[chain_of(request)] = NONE;
         }
     }
 }

@@ -572,9 +572,10 @@ fn hop(plan: &Plan, rank: u32) -> Option<Found> {
         };
         parser().packets().or_else(|| parser().direct())
     })?;
-    let fits = !found.sources.is_empty()
-        && found.sources.len() <= MAX_MOVES
-        && found.meeting.channels < MAX_FUSED as u32;
+    // Whoever only receives what others write has nothing to move.
+    let does = !found.sources.is_empty() || found.meeting.meets != 0;
+    let fits =
+        does && found.sources.len() <= MAX_MOVES && found.meeting.channels < MAX_FUSED as u32;
     fits.then_some(found)
 }
 

@@ -30,7 +30,7 @@ pub use crossweft_hal::cpu::{Schedule, Stream};
 pub use cuda::{Recorded, Together};
 pub use error::ExecutorError;
 pub use exchange::{
-    Destination, Exchange, ExchangeError, ExchangeOptions, Kind, Messages, Purpose, Source,
+    Destination, Exchange, ExchangeError, ExchangeOptions, Kind, Messages, Purpose, Region, Source,
 };
 pub use fused::fused_form;
 pub use launch::RawBuffers;

@@ -1,8 +1,8 @@
 //! The GPU kernels: PTX that was compiled from `crossweft-device` and committed, and what to pass
 //! to it.
 //!
-//! A module of PTX for each data type holds the plan executor, for every operation; one holds plans that move blocks and
-//! reduce nothing, one multiplies elements before a sum, and one holds kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
+//! A module of PTX for each data type holds the plan executor, for every operation; others hold plans that move blocks and
+//! reduce nothing, one multiplies elements before a sum, and two hold kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
 //! needs a CUDA toolkit. They are made by `cargo xtask kernels` from the sources in `kernels/`, and
 //! checked by `cargo xtask kernels --check`.
 //!
@@ -20,8 +20,8 @@
 
 use crossweft_device::DataType;
 pub use crossweft_device::gpu::{
-    GpuContext, Hop, MAX_FUSED, MAX_MOVES, MAX_OPERANDS, OneShot, OneShotLaunch, OneShotScatter,
-    PlanLaunch, Scale, StatusRecord, TwoShot,
+    ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, MAX_OPERANDS, OneShot,
+    OneShotLaunch, OneShotScatter, PlanLaunch, Scale, SignalLaunch, StatusRecord, TwoShot,
 };
 
 /// Threads of a block, at most (`.maxntid`): what registers are there for, so that nothing is
@@ -32,7 +32,8 @@ pub const MAX_THREADS: u32 = 384;
 /// any block size, and then finds that they do not fit a kernel of [`MAX_THREADS`].
 pub const MAX_REGISTERS: u32 = (1 << 16) / MAX_THREADS / 8 * 8;
 
-/// The oldest compute capability that the kernels run on, as `major * 10 + minor`.
+/// The oldest compute capability that the kernels run on, as `major * 10 + minor`. Some modules are there once more for
+/// newer ones, which have instructions of their own.
 pub const MIN_SM: u32 = 80;
 
 /// A module of PTX.
@@ -40,6 +41,8 @@ pub const MIN_SM: u32 = 80;
 pub struct Module {
     /// Its name; that of its file is this, the architecture and `.ptx`.
     pub name: &'static str,
+    /// What its kernels do: modules of one family differ in the data type.
+    pub family: &'static str,
     /// The oldest compute capability it is for, as `major * 10 + minor`.
     pub sm: u32,
     /// The text.
@@ -50,11 +53,13 @@ pub struct Module {
 
 macro_rules! modules {
     ($($dtype:ident, $name:literal;)*) => {
-        /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one that moves blocks, the
-        /// one that multiplies elements of any type, and the one for tests and measurements.
+        /// All modules: one for each data type, in the order of [`DataType::ALL`], then those that move blocks, the
+        /// one that multiplies elements of any type, the one that exchanges messages, those that also reduce them, and
+        /// those for tests and measurements.
         pub const MODULES: &[Module] = &[
             $(Module {
                 name: $name,
+                family: PLAN,
                 sm: 80,
                 ptx: include_str!(concat!("../../../kernels/ptx/", $name, ".sm_80.ptx")),
                 entries: &[
@@ -67,21 +72,52 @@ macro_rules! modules {
             },)*
             Module {
                 name: HOP,
+                family: HOP,
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/hop.sm_80.ptx"),
                 entries: &[HOP_PACKETS, HOP_DIRECT],
             },
             Module {
                 name: SCALE,
+                family: SCALE,
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/scale.sm_80.ptx"),
                 entries: &[$(concat!("crossweft_scale_", $name),)*],
             },
             Module {
+                name: EXCHANGE,
+                family: EXCHANGE,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/exchange.sm_80.ptx"),
+                entries: &[EXCHANGE_ENTRY, SIGNAL_ENTRY],
+            },
+            $(Module {
+                name: concat!("exchange_", $name),
+                family: EXCHANGE,
+                sm: 80,
+                ptx: include_str!(concat!("../../../kernels/ptx/exchange_", $name, ".sm_80.ptx")),
+                entries: &[concat!("crossweft_exchange_", $name)],
+            },)*
+            Module {
                 name: BENCH,
+                family: BENCH,
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/bench.sm_80.ptx"),
                 entries: &bench::ALL,
+            },
+            Module {
+                name: CHANNEL,
+                family: CHANNEL,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/channel.sm_80.ptx"),
+                entries: &channel::ALL,
+            },
+            Module {
+                name: CHANNEL,
+                family: CHANNEL,
+                sm: 90,
+                ptx: include_str!("../../../kernels/ptx/channel.sm_90.ptx"),
+                entries: &channel::ALL,
             },
         ];
 
@@ -92,6 +128,7 @@ macro_rules! modules {
                     $name,
                     Entries {
                         plan: concat!("crossweft_plan_", $name),
+                        exchange: concat!("crossweft_exchange_", $name),
                         one_shot: concat!("crossweft_one_shot_", $name),
                         one_shot_scatter: concat!("crossweft_one_shot_scatter_", $name),
                         one_shot_lines: concat!("crossweft_one_shot_lines_", $name),
@@ -132,12 +169,26 @@ pub const HOP_PACKETS: &str = "crossweft_hop_packets";
 
 /// The same straight between buffers.
 pub const HOP_DIRECT: &str = "crossweft_hop_direct";
+/// Family of the modules that run plans.
+const PLAN: &str = "plan";
+
+/// Name of the module that exchanges messages, and family of those that reduce them.
+const EXCHANGE: &str = "exchange";
+
+/// Entry point of that module.
+const EXCHANGE_ENTRY: &str = "crossweft_exchange";
+
+/// The other one.
+const SIGNAL_ENTRY: &str = "crossweft_signal";
 
 /// Name of the module that multiplies elements.
 const SCALE: &str = "scale";
 
 /// Name of the module for tests and measurements.
 const BENCH: &str = "bench";
+
+/// Name of the module for tests and measurements of channels.
+const CHANNEL: &str = "channel";
 
 /// The module that runs plans on `dtype` on a GPU of compute capability `sm` (`major * 10 +
 /// minor`); `None` if that is older than [`MIN_SM`].
@@ -151,6 +202,9 @@ pub fn plan_module(dtype: DataType, sm: u32) -> Option<&'static Module> {
 pub struct Entries {
     /// Runs any plan.
     pub plan: &'static str,
+    /// In the [`exchange_module`] of the data type: does transfers with reductions. Takes an [`ExchangeLaunch`] by value;
+    /// the grid has one block for each of the table's.
+    pub exchange: &'static str,
     /// Runs a one-shot plan in one piece: takes a [`OneShot`] by value; the grid has one block for each of the
     /// plan's.
     pub one_shot: &'static str,
@@ -188,10 +242,42 @@ pub fn scale_module(sm: u32) -> Option<&'static Module> {
     find(SCALE, sm)
 }
 
+/// The module that does the transfers of an exchange, and its entry point, which takes an [`ExchangeLaunch`] by value; the
+/// grid has one block for each of the table's. With a data type that which also reduces elements of it.
+#[must_use]
+pub fn exchange_module(
+    dtype: Option<DataType>,
+    sm: u32,
+) -> Option<(&'static Module, &'static str)> {
+    let entry = match dtype {
+        None => EXCHANGE_ENTRY,
+        Some(dtype) => entries(dtype)?.exchange,
+    };
+    let module = MODULES
+        .iter()
+        .filter(|module| module.entries.contains(&entry) && module.sm <= sm)
+        .max_by_key(|module| module.sm)?;
+    Some((module, entry))
+}
+
+/// The module whose entry point waits for signals of a peer and signals it, and that entry point: it takes a
+/// [`SignalLaunch`] by value; the grid has one block.
+#[must_use]
+pub fn signal_module(sm: u32) -> Option<(&'static Module, &'static str)> {
+    Some((find(EXCHANGE, sm)?, SIGNAL_ENTRY))
+}
+
 /// The module for tests and measurements, whose entry points are in [`mod@bench`].
 #[must_use]
 pub fn bench_module(sm: u32) -> Option<&'static Module> {
     find(BENCH, sm)
+}
+
+/// The module for tests and measurements of what channels can do that plans do not, whose entry points are in
+/// [`mod@channel`]. From compute capability 9.0 on, another one: bulk copies are what they are called.
+#[must_use]
+pub fn channel_module(sm: u32) -> Option<&'static Module> {
+    find(CHANNEL, sm)
 }
 
 fn find(name: &str, sm: u32) -> Option<&'static Module> {
@@ -242,6 +328,21 @@ pub mod bench {
     ];
 }
 
+/// Entry points of [`channel_module`]. Parameters are 64 bits wide, in this order, but where it says otherwise; `channel`
+/// is a [`MemoryChannel`](crossweft_device::channel::MemoryChannel) by value, `limit` a [`GpuContext`]; `shared` is the
+/// shared memory of a block that the launch asks for, in bytes. `kernels/src/channel.rs` says what they do.
+pub mod channel {
+    /// `dst, src, bytes, shared`.
+    pub const BULK_COPY: &str = "crossweft_bulk_copy";
+    /// `channel, dst_offset, src_offset, bytes, shared`.
+    pub const PUT_BULK: &str = "crossweft_put_bulk";
+    /// `channel, dst_offset, bytes, flag: u32, rank: u32, limit`.
+    pub const EXCHANGE_LINES: &str = "crossweft_exchange_lines";
+
+    /// Every one of them.
+    pub(crate) const ALL: [&str; 3] = [BULK_COPY, PUT_BULK, EXCHANGE_LINES];
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -269,10 +370,24 @@ mod tests {
             assert!(scales.entries.contains(&of.scale));
             let parameter = format!("{}_param_0[{}]", of.scale, size_of::<Scale>());
             assert!(scales.ptx.contains(&parameter), "{parameter}");
+            let (exchanges, entry) = exchange_module(Some(dtype), 90).expect("a module");
+            let parameter = format!("{entry}_param_0[{}]", size_of::<ExchangeLaunch>());
+            assert!(exchanges.ptx.contains(&parameter), "{parameter}");
             assert!(plan_module(dtype, MIN_SM).is_some());
             assert!(plan_module(dtype, MIN_SM - 1).is_none());
         }
-        assert_eq!(MODULES.len(), DataType::ALL.len() + 3);
+        assert_eq!(MODULES.len(), 2 * DataType::ALL.len() + 6);
+    }
+
+    #[test]
+    fn newer_machines_have_modules_of_their_own() {
+        let sm_of = |sm: u32| channel_module(sm).map(|module| module.sm);
+        assert_eq!(
+            [75, 80, 89, 90, 100].map(sm_of),
+            [None, Some(80), Some(80), Some(90), Some(90)]
+        );
+        let [older, newer] = [80, 90].map(|sm| channel_module(sm).expect("a module").ptx);
+        assert!(newer.contains("cp.async.bulk.") && !older.contains("cp.async.bulk."));
     }
 
     #[test]
@@ -293,6 +408,15 @@ mod tests {
         for entry in hops.entries {
             let parameter = format!("{entry}_param_0[{}]", size_of::<Hop>());
             assert!(hops.ptx.contains(&parameter), "{parameter}");
+        }
+        let (exchange, signal) = (exchange_module(None, 80), signal_module(80));
+        for (found, bytes) in [
+            (exchange, size_of::<ExchangeLaunch>()),
+            (signal, size_of::<SignalLaunch>()),
+        ] {
+            let (module, entry) = found.expect("a module");
+            let parameter = format!("{entry}_param_0[{bytes}]");
+            assert!(module.ptx.contains(&parameter), "{parameter}");
         }
     }
 

@@ -209,10 +209,14 @@ impl Communicator {
 
     /// The streams between all pairs. Collective if they are not there yet.
     pub(crate) fn exchange(&self, py: Python<'_>) -> PyResult<Exchange> {
+        self.exchange_for(py, &ExchangeOptions::default())
+    }
+
+    fn exchange_for(&self, py: Python<'_>, options: &ExchangeOptions) -> PyResult<Exchange> {
         if let Some(found) = &*lock(&self.exchange) {
             return Ok(found.clone());
         }
-        let made = self.together(py, |core| core.exchange(&ExchangeOptions::default()))?;
+        let made = self.together(py, |core| core.exchange(options))?;
         Ok(lock(&self.exchange).get_or_insert(made).clone())
     }
 
@@ -459,8 +463,12 @@ impl Communicator {
             .map_err(|error: ExecutorError| self.failed(&error.into()))
     }
 
+    pub(crate) fn is_on_gpu(&self) -> bool {
+        matches!(self.core.device(), Device::Cuda(_))
+    }
+
     /// Whether `place` is where this rank computes; memory elsewhere that it can reach by copying is not.
-    fn computes_on(&self, place: Place) -> PyResult<bool> {
+    pub(crate) fn computes_on(&self, place: Place) -> PyResult<bool> {
         match (self.core.device(), place) {
             (Device::Cpu, Place::Host) => Ok(true),
             (Device::Cuda(_), Place::Host) => Ok(false),
@@ -481,7 +489,7 @@ impl Communicator {
         self.core.timeout()
     }
 
-    fn stream(&self, handle: u64) -> PyResult<cuda::Stream> {
+    pub(crate) fn stream(&self, handle: u64) -> PyResult<cuda::Stream> {
         match self.core.device() {
             // SAFETY: what the tensor's library, or the caller, calls a stream of this device; it lives as
             // long as the call, and the driver refuses what is none.
@@ -1005,9 +1013,28 @@ impl Communicator {
         )
     }
 
-    /// Prepares what messages need.
-    fn prepare_messages(&self, py: Python<'_>) -> PyResult<()> {
-        self.exchange(py).map(drop)
+    /// Prepares what messages need, and reductions of these types on a GPU.
+    #[pyo3(signature = (*, reduces = None))]
+    fn prepare_messages(
+        &self,
+        py: Python<'_>,
+        reduces: Option<Vec<Bound<'_, PyAny>>>,
+    ) -> PyResult<()> {
+        let mut options = ExchangeOptions::default();
+        for dtype in reduces.iter().flatten() {
+            if let Some(dtype) = plan::dtype(Some(dtype))? {
+                options = options.reducing(dtype);
+            }
+        }
+        self.exchange_for(py, &options).map(drop)
+    }
+
+    /// Raises what went wrong with messages on a GPU, once their stream has come to its end.
+    fn check_messages(&self) -> PyResult<()> {
+        match &*lock(&self.exchange) {
+            Some(exchange) => exchange.check().map_err(|error| self.failed(&error)),
+            None => Ok(()),
+        }
     }
 
     /// A group of sends and receives that are done together.
@@ -1016,34 +1043,36 @@ impl Communicator {
     }
 
     /// Sends a message to `peer`.
-    #[pyo3(signature = (tensor, peer, *, dtype = None))]
+    #[pyo3(signature = (tensor, peer, *, dtype = None, stream = None))]
     fn send(
         &self,
         tensor: &Bound<'_, PyAny>,
         peer: u32,
         dtype: Option<&Bound<'_, PyAny>>,
+        stream: Option<u64>,
     ) -> PyResult<()> {
         let message = Message::new(Way::Send, tensor, peer, dtype)?;
-        exchange::run(tensor.py(), self, &mut [message])
+        exchange::run(tensor.py(), self, &mut [message], stream)
     }
 
     /// Receives a message from `peer`.
-    #[pyo3(signature = (tensor, peer, *, dtype = None))]
+    #[pyo3(signature = (tensor, peer, *, dtype = None, stream = None))]
     fn recv<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
         peer: u32,
         dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let message = Message::new(Way::Receive, tensor, peer, dtype)?;
-        exchange::run(tensor.py(), self, &mut [message])?;
+        exchange::run(tensor.py(), self, &mut [message], stream)?;
         Ok(tensor.clone())
     }
 
     /// Block `r` of the input goes to rank `r`, block `r` of the output comes from there.
     #[pyo3(signature = (
         input, output, send_counts, recv_counts, *, send_displacements = None, recv_displacements = None,
-        dtype = None
+        dtype = None, stream = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "they are Python's, by keyword")]
     fn all_to_all_v<'py>(
@@ -1055,6 +1084,7 @@ impl Communicator {
         #[pyo3(from_py_with = exchange::optional_numbers)] send_displacements: Option<Vec<u64>>,
         #[pyo3(from_py_with = exchange::optional_numbers)] recv_displacements: Option<Vec<u64>>,
         dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let layout = |counts, displacements| Layout {
             counts,
@@ -1064,11 +1094,11 @@ impl Communicator {
             sent: layout(send_counts, send_displacements),
             received: layout(recv_counts, recv_displacements),
         };
-        exchange::collective(self, &call, input, output, dtype)
+        exchange::collective(self, &call, input, output, dtype, stream)
     }
 
     /// Block `r` of every output is rank `r`'s input.
-    #[pyo3(signature = (input, output, counts, *, displacements = None, dtype = None))]
+    #[pyo3(signature = (input, output, counts, *, displacements = None, dtype = None, stream = None))]
     fn all_gather_v<'py>(
         &self,
         input: Option<&Bound<'py, PyAny>>,
@@ -1076,6 +1106,7 @@ impl Communicator {
         #[pyo3(from_py_with = exchange::numbers)] counts: Vec<u64>,
         #[pyo3(from_py_with = exchange::optional_numbers)] displacements: Option<Vec<u64>>,
         dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let layout = Layout {
             counts,
@@ -1085,11 +1116,14 @@ impl Communicator {
             Some(_) => Call::AllGather(layout),
             None => Call::AllGatherInPlace(layout),
         };
-        exchange::collective(self, &call, input.unwrap_or(output), output, dtype)
+        exchange::collective(self, &call, input.unwrap_or(output), output, dtype, stream)
     }
 
     /// Rank `r`'s output is the reduction of block `r` of all inputs.
-    #[pyo3(signature = (input, output, counts, *, displacements = None, op = "sum", dtype = None))]
+    #[pyo3(signature = (
+        input, output, counts, *, displacements = None, op = "sum", dtype = None, stream = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "they are Python's, by keyword")]
     fn reduce_scatter_v<'py>(
         &self,
         input: &Bound<'py, PyAny>,
@@ -1098,13 +1132,14 @@ impl Communicator {
         #[pyo3(from_py_with = exchange::optional_numbers)] displacements: Option<Vec<u64>>,
         op: &str,
         dtype: Option<&Bound<'py, PyAny>>,
+        stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let layout = Layout {
             counts,
             displacements,
         };
         let call = Call::ReduceScatter(layout, plan::reduce_op(op)?);
-        exchange::collective(self, &call, input, output, dtype)
+        exchange::collective(self, &call, input, output, dtype, stream)
     }
 
     /// Runs a plan, which is prepared when it is first seen.

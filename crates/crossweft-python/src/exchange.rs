@@ -2,7 +2,8 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use crossweft_collective::{Blocks, CollectiveError, DataType, Exchange, ReduceOp};
+use crossweft_collective::{Blocks, CollectiveError, DataType, Exchange, ReduceOp, Region};
+use crossweft_hal::cuda;
 use pyo3::prelude::*;
 
 use crate::communicator::Communicator;
@@ -10,19 +11,45 @@ use crate::error::Exception;
 use crate::plan;
 use crate::tensor::{Place, Tensor};
 
-/// A host tensor of a message.
+/// A tensor of a message.
 fn tensor(
     object: &Bound<'_, PyAny>,
     what: &str,
     dtype: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Tensor> {
-    let tensor = Tensor::new(object, what, plan::dtype(dtype)?, None)?;
-    match tensor.place {
-        Place::Host => Ok(tensor),
-        place => Err(Exception::tensor(format!(
-            "the {what} is on {place}; messages are of host memory, so copy it there"
-        ))),
+    Tensor::new(object, what, plan::dtype(dtype)?, None)
+}
+
+/// The stream in whose order a call on these tensors runs: none on the host. They must be where the communicator computes.
+fn stream_of<'a>(
+    communicator: &Communicator,
+    tensors: impl Iterator<Item = &'a Tensor>,
+    stream: Option<u64>,
+) -> PyResult<Option<cuda::Stream>> {
+    let (mut handle, mut on_host) = (stream, false);
+    for tensor in tensors {
+        on_host |= !communicator.computes_on(tensor.place)? || tensor.place == Place::Host;
+        handle = handle.or(tensor.stream);
     }
+    match (on_host, communicator.is_on_gpu()) {
+        (true, true) => Err(Exception::tensor(
+            "a tensor is on the host; messages of a communicator on a GPU are of its memory, so copy it there",
+        )),
+        (_, true) => communicator.stream(handle.unwrap_or(0)).map(Some),
+        (_, false) => match stream {
+            None => Ok(None),
+            Some(_) => Err(Exception::usage(
+                "a stream was given, but the tensors are on the host",
+            )),
+        },
+    }
+}
+
+/// The memory of a tensor on the device.
+fn region(tensor: &Tensor) -> Region {
+    // SAFETY: device memory of the tensor, contiguous; libraries keep what is used on their streams, whose order the call
+    // is in.
+    unsafe { Region::new(tensor.address, tensor.bytes) }
 }
 
 /// A send or a receive.
@@ -62,6 +89,7 @@ pub(crate) fn run(
     py: Python<'_>,
     communicator: &Communicator,
     messages: &mut [Message],
+    stream: Option<u64>,
 ) -> PyResult<()> {
     for (index, message) in messages.iter().enumerate() {
         let overlaps =
@@ -72,9 +100,19 @@ pub(crate) fn run(
             ));
         }
     }
+    let stream = stream_of(communicator, messages.iter().map(|m| &m.tensor), stream)?;
     let exchange = communicator.exchange(py)?;
     let done = py.detach(|| {
         let mut group = exchange.group();
+        if let Some(stream) = stream {
+            for Message { way, peer, tensor } in messages {
+                match way {
+                    Way::Send => group.send_region(*peer, tensor.dtype, region(tensor)),
+                    Way::Receive => group.recv_region(*peer, tensor.dtype, region(tensor)),
+                };
+            }
+            return group.run_on(&stream);
+        }
         for Message { way, peer, tensor } in messages {
             let dtype = tensor.dtype;
             match way {
@@ -143,8 +181,9 @@ impl MessageGroup {
     }
 
     /// Does all that was added, and empties the group.
-    fn run(&self, py: Python<'_>) -> PyResult<()> {
-        run(py, self.communicator.get(), &mut self.take())
+    #[pyo3(signature = (*, stream = None))]
+    fn run(&self, py: Python<'_>, stream: Option<u64>) -> PyResult<()> {
+        run(py, self.communicator.get(), &mut self.take(), stream)
     }
 
     fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
@@ -161,7 +200,7 @@ impl MessageGroup {
     ) -> PyResult<()> {
         let mut messages = self.take();
         match error.is_none() {
-            true => run(py, self.communicator.get(), &mut messages),
+            true => run(py, self.communicator.get(), &mut messages, None),
             false => Ok(()),
         }
     }
@@ -175,7 +214,10 @@ pub(crate) struct Layout {
 
 /// Counts, or displacements: a host tensor of 64-bit integers, as they are now, or any sequence.
 pub(crate) fn numbers(object: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
-    let Ok(tensor) = tensor(object, "counts", None) else {
+    let Some(tensor) = tensor(object, "counts", None)
+        .ok()
+        .filter(|t| t.place == Place::Host)
+    else {
         return object.extract();
     };
     let is_signed = match tensor.dtype {
@@ -228,6 +270,7 @@ pub(crate) fn collective<'py>(
     input: &Bound<'py, PyAny>,
     output: &Bound<'py, PyAny>,
     dtype: Option<&Bound<'py, PyAny>>,
+    stream: Option<u64>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = input.py();
     let mut to = tensor(output, "output", dtype)?.writable("output")?;
@@ -246,10 +289,40 @@ pub(crate) fn collective<'py>(
             return Err(Exception::tensor("input and output overlap"));
         }
     }
+    let tensors = from.iter().chain([&to]);
+    let stream = stream_of(communicator, tensors, stream)?;
     let exchange = communicator.exchange(py)?;
-    let done = py.detach(|| launch(&exchange, call, from.as_mut(), &mut to));
+    let done = py.detach(|| match &stream {
+        Some(stream) => launch_on(&exchange, stream, call, from.as_ref(), &to),
+        None => launch(&exchange, call, from.as_mut(), &mut to),
+    });
     done.map_err(|error| communicator.failed(&error))?;
     Ok(output.clone())
+}
+
+/// The same in the order of a stream.
+fn launch_on(
+    exchange: &Exchange,
+    stream: &cuda::Stream,
+    call: &Call,
+    input: Option<&Tensor>,
+    output: &Tensor,
+) -> Result<(), CollectiveError> {
+    let (dtype, calls) = (output.dtype, exchange.calls(Some(stream)));
+    let (input, output) = (region(input.unwrap_or(output)), region(output));
+    match call {
+        Call::AllToAll { sent, received } => {
+            let (sent, received) = (sent.blocks(), received.blocks());
+            calls.all_to_all_v(dtype, (input, sent), (output, received))
+        }
+        Call::AllGather(layout) => calls.all_gather_v(dtype, input, (output, layout.blocks())),
+        Call::AllGatherInPlace(layout) => {
+            calls.all_gather_v_in_place(dtype, (output, layout.blocks()))
+        }
+        Call::ReduceScatter(layout, op) => {
+            calls.reduce_scatter_v(dtype, *op, (input, layout.blocks()), output)
+        }
+    }
 }
 
 fn launch(

@@ -104,6 +104,9 @@ fn calls(
     match options.kind {
         Kind::Messages => {
             let mut prepare = ExchangeOptions::default();
+            if options.collective == Collective::ReduceScatter {
+                prepare = prepare.reducing(dtype);
+            }
             if let Memory::Symmetric { input, .. } = memory {
                 prepare = prepare.symmetric(input);
             }

@@ -1,7 +1,11 @@
 //! Calls that are sends and receives: on private buffers those of collectives with blocks of any size, in symmetric memory
 //! groups that do the same.
 
-use crossweft_collective::{Blocks, Collective, CollectiveError, DataType, Exchange, ReduceOp};
+use std::ops::Range;
+
+use crossweft_collective::{
+    Blocks, Collective, CollectiveError, DataType, Exchange, Input, Output, ReduceOp,
+};
 
 use super::memory::{Memory, Spans};
 
@@ -45,11 +49,31 @@ impl Exchanged {
             }
             Memory::Private { input, output } => {
                 let (input, output) = (&input[spans.input], &mut output[spans.output]);
+                if self.collective == Collective::SendRecv {
+                    let ([next, before], mut group) = (self.neighbours(), exchange.group());
+                    group.send_typed(next, self.dtype, input);
+                    return group.recv_typed(before, self.dtype, output).run();
+                }
                 self.private(exchange, input, output, message)
             }
-            // An exchange is made on CPUs only.
-            Memory::Device { .. } => Ok(()),
+            Memory::Device { input, output } => {
+                let range = |span: Range<usize>| span.start as u64..span.end as u64;
+                let to = output.as_deref().unwrap_or(input);
+                let (from, to) = ((&**input, range(spans.input)), (to, range(spans.output)));
+                if self.collective == Collective::SendRecv {
+                    let ([next, before], mut group) = (self.neighbours(), exchange.group());
+                    group.send_memory(next, self.dtype, from.0, from.1);
+                    return group.recv_memory(before, self.dtype, to.0, to.1).run();
+                }
+                self.private(exchange, from, to, message)
+            }
         }
+    }
+
+    /// The ranks after and before this one.
+    const fn neighbours(&self) -> [u32; 2] {
+        let Self { rank, ranks, .. } = *self;
+        [(rank + 1) % ranks, (rank + ranks - 1) % ranks]
     }
 
     /// To whom this rank sends which block of its input, and from whom it receives which of its output.
@@ -59,7 +83,7 @@ impl Exchanged {
         let others = || (1..=ranks).map(|k| (rank + k) % ranks);
         let each = || others().map(|peer| (peer, u64::from(peer))).collect();
         let only_of = |root: u32, all: Vec<_>| if rank == root { all } else { Vec::new() };
-        let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
+        let [next, before] = self.neighbours();
         match self.collective {
             Collective::SendRecv => (vec![(next, 0)], vec![(before, 0)]),
             Collective::AllGather => (others().map(|peer| (peer, 0)).collect(), each()),
@@ -69,40 +93,32 @@ impl Exchanged {
         }
     }
 
-    fn private(
+    fn private<'a>(
         &self,
         exchange: &Exchange,
-        input: &[u8],
-        output: &mut [u8],
+        input: impl Into<Input<'a>>,
+        output: impl Into<Output<'a>>,
         message: u64,
     ) -> Result<(), CollectiveError> {
         let Self {
             collective,
             dtype,
             op,
-            rank,
             ranks,
+            ..
         } = *self;
         let counts = vec![message / dtype.size() as u64; ranks as usize];
-        let blocks = Blocks::packed(&counts);
+        let (blocks, calls) = (Blocks::packed(&counts), exchange.calls(None));
         match collective {
-            Collective::SendRecv => {
-                let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
-                let mut group = exchange.group();
-                group.send_typed(next, dtype, input);
-                group.recv_typed(before, dtype, output).run()
-            }
-            Collective::AllGather => exchange.all_gather_v(dtype, input, (output, blocks)),
+            Collective::AllGather => calls.all_gather_v(dtype, input, (output, blocks)),
             Collective::Gather { root } => {
-                exchange.gather_v(root, dtype, input, Some((output, blocks)))
+                calls.gather_v(root, dtype, input, Some((output, blocks)))
             }
             Collective::Scatter { root } => {
-                exchange.scatter_v(root, dtype, Some((input, blocks)), output)
+                calls.scatter_v(root, dtype, Some((input, blocks)), output)
             }
-            Collective::ReduceScatter => {
-                exchange.reduce_scatter_v(dtype, op, (input, blocks), output)
-            }
-            _ => exchange.all_to_all_v(dtype, (input, blocks), (output, blocks)),
+            Collective::ReduceScatter => calls.reduce_scatter_v(dtype, op, (input, blocks), output),
+            _ => calls.all_to_all_v(dtype, (input, blocks), (output, blocks)),
         }
     }
 }

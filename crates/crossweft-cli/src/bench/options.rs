@@ -277,8 +277,7 @@ impl Bench {
 
     /// Whether blocks would overwrite each other, in place.
     fn overwrites(&self, algorithm: Algorithm) -> bool {
-        let both = (self.collective, algorithm) == (Collective::AllToAll, Algorithm::Direct);
-        self.common.in_place && both
+        self.common.in_place && algorithm.overwrites(self.collective)
     }
 
     /// What cannot be told from one option alone.

@@ -133,8 +133,7 @@ impl Config {
         let Some(algorithm) = algorithm else {
             return collective.reduces() == (operation != Operation::None);
         };
-        let overwrites =
-            in_place && (collective, algorithm) == (Collective::AllToAll, Algorithm::Direct);
+        let overwrites = in_place && algorithm.overwrites(collective);
         Algorithm::of(collective).contains(&algorithm)
             && collective.reduces() == (operation != Operation::None)
             && (symmetric || !algorithm.needs_registered())
@@ -227,11 +226,8 @@ mod tests {
             (c.collective, c.algorithm) == (Collective::AllReduce, Some(Algorithm::TwoShot))
         };
         assert_eq!(count(&two_shot), 2 * each);
-        let in_place = |c: &Config| {
-            let direct = c.algorithm == Some(Algorithm::Direct);
-            c.collective == Collective::AllToAll && direct
-        };
-        assert_eq!(count(&in_place), 14 * 5 * 8);
+        let in_place = |c: &Config| c.algorithm.is_some_and(|a| a.overwrites(c.collective));
+        assert_eq!(count(&in_place), 2 * 14 * 5 * 8);
         assert!(cases.iter().enumerate().all(|(i, case)| case.number == i));
         for collective in collectives(7) {
             let root = |c: &Config| c.collective == collective && c.ranks == 8;

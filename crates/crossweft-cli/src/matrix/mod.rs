@@ -22,7 +22,7 @@ use run::Runner;
 
 use crate::exit::Exit;
 use crate::job::{self, JobError, JobOptions, Start};
-use crate::values::{Size, dtype};
+use crate::values::{Device, Size, dtype};
 
 /// Which cases to try, and how.
 #[derive(Debug, Args)]
@@ -42,9 +42,15 @@ pub(crate) struct Options {
     /// Only this operation; `premul` is a pre-multiplied sum, `none` is where nothing is reduced.
     #[arg(long, value_name = "NAME")]
     op: Option<String>,
-    /// Only enough cases to hold every pair of circumstances.
+    /// Only enough of these cases to hold every pair of circumstances.
     #[arg(long)]
     pairwise: bool,
+    /// The device to run on; `auto` takes GPUs if there is one for every rank.
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    device: Device,
+    /// On GPUs: every plan by the executor, also those that have a kernel of their own.
+    #[arg(long)]
+    executor: bool,
     /// Ranks are processes instead of threads.
     #[arg(long)]
     processes: bool,
@@ -91,12 +97,6 @@ fn algorithm(name: &str) -> Result<&'static str, String> {
 impl Options {
     /// The cases asked for, by world size.
     fn cases(&self) -> Vec<Case> {
-        let mut cases = case::all();
-        if self.pairwise {
-            let levels: Vec<_> = cases.iter().map(|case| case.levels).collect();
-            let chosen = pairwise::covering(&levels);
-            cases = chosen.into_iter().map(|index| cases[index]).collect();
-        }
         let is_meant = |case: &Case| {
             let config = &case.config;
             let algorithm = algorithm_name(config.algorithm);
@@ -108,15 +108,20 @@ impl Options {
                 && self.algorithm.is_none_or(|name| name == algorithm)
                 && self.dtype.is_none_or(|dtype| dtype == config.dtype)
                 && self.op.as_deref().is_none_or(|name| name == op)
-                && case.number >= self.from
         };
-        let meant = cases.into_iter().filter(is_meant);
-        meant.take(self.limit.unwrap_or(usize::MAX)).collect()
+        let mut cases: Vec<Case> = case::all().into_iter().filter(is_meant).collect();
+        if self.pairwise {
+            let levels: Vec<_> = cases.iter().map(|case| case.levels).collect();
+            let chosen = pairwise::covering(&levels);
+            cases = chosen.into_iter().map(|index| cases[index]).collect();
+        }
+        let asked = cases.into_iter().filter(|case| case.number >= self.from);
+        asked.take(self.limit.unwrap_or(usize::MAX)).collect()
     }
 
-    fn job(&self, ranks: u32) -> JobOptions {
+    fn job(&self, ranks: u32, devices: Devices) -> JobOptions {
         JobOptions {
-            devices: Devices::Cpu,
+            devices,
             start: match self.processes {
                 true => Start::Processes,
                 false => Start::Threads,
@@ -146,13 +151,16 @@ pub(crate) fn run(options: &Options) -> Exit {
     let mut done = 0;
     for part in &by_ranks {
         let ranks = part[0].config.ranks;
-        let ended = job::run(&options.job(ranks), |communicator, _| {
-            // A spawned rank finds its job's cases by the number of ranks.
-            let own = |part: &&&[Case]| part[0].config.ranks == communicator.world_size();
-            match by_ranks.iter().find(own) {
-                Some(part) => rank_main(options, communicator, part, &wrong),
-                None => Ok(0),
-            }
+        let devices = options.device.find(ranks).map_err(JobError::Usage);
+        let ended = devices.and_then(|devices| {
+            job::run(&options.job(ranks, devices), |communicator, _| {
+                // A spawned rank finds its job's cases by the number of ranks.
+                let own = |part: &&&[Case]| part[0].config.ranks == communicator.world_size();
+                match by_ranks.iter().find(own) {
+                    Some(part) => rank_main(options, communicator, part, &wrong),
+                    None => Ok(0),
+                }
+            })
         });
         let ended = ended.unwrap_or_else(|error: JobError| {
             crate::complain(&format!("error: {error}"));
@@ -202,7 +210,7 @@ fn rank_main(
     cases: &[Case],
     wrong: &AtomicU64,
 ) -> Result<u64, CollectiveError> {
-    let runner = Runner::new(communicator, options.large.0)?;
+    let runner = Runner::new(communicator, options.large.0, options.executor)?;
     let progress = Progress::new(communicator, cases);
     let mut all_wrong = 0;
     for group in cases.chunk_by(|a, b| a.config == b.config) {

@@ -4,6 +4,7 @@ use crossweft_collective::{
     Collective, CollectiveError, CollectiveOptions, Communicator, DataType, PreparedCollective,
     ReduceOp, Scalar, Schedule, SymmetricBuffer,
 };
+use crossweft_hal::{Device, Memory};
 use crossweft_verify::{Pattern, fingerprint};
 
 use super::case::{Case, Config, Operation};
@@ -20,8 +21,12 @@ pub(crate) struct Runner<'a> {
     communicator: &'a Communicator,
     /// Bytes of the larger of input and output of a large message.
     large: u64,
+    /// Whether plans that have a kernel of their own are run by the executor, too.
+    executor: bool,
     input: SymmetricBuffer,
     output: SymmetricBuffer,
+    /// Private memory of a GPU, for inputs and for outputs; there is none on the CPU, where private memory is any.
+    private: Option<[Memory; 2]>,
 }
 
 /// What became of a case, on all ranks.
@@ -52,15 +57,25 @@ impl Shape {
 
 impl<'a> Runner<'a> {
     /// Collective.
-    pub(crate) fn new(communicator: &'a Communicator, large: u64) -> Result<Self, CollectiveError> {
+    pub(crate) fn new(
+        communicator: &'a Communicator,
+        large: u64,
+        executor: bool,
+    ) -> Result<Self, CollectiveError> {
         // The largest message is of 1027 elements or of `large` bytes, with an element more in each block.
         let blocks = u64::from(communicator.world_size());
         let room = (large + 16 * blocks).max(1028 * 8 * blocks) + 2 * ALIGNED as u64;
+        let device = communicator.device();
         Ok(Self {
             communicator,
             large,
+            executor,
             input: communicator.allocate(room)?,
             output: communicator.allocate(room)?,
+            private: match device {
+                Device::Cpu => None,
+                _ => Some([device.allocate(room)?, device.allocate(room)?]),
+            },
         })
     }
 
@@ -141,6 +156,7 @@ impl<'a> Runner<'a> {
             options = options.blocks(1 + seed % 3, Schedule::Seeded(seed.into()));
         }
         options.algorithm = config.algorithm;
+        options.fused = !self.executor;
         if let Some(scalar) = scalars.get(self.communicator.rank() as usize) {
             options.pre_multiply = Scalar::new(config.dtype, *scalar);
         }
@@ -211,6 +227,15 @@ impl<'a> Runner<'a> {
         Ok([wrong, fingerprint(&result)])
     }
 
+    /// What inputs and outputs lie in, if it is not memory of the host.
+    fn buffers(&self, config: &Config) -> Option<[Buffer<'_>; 2]> {
+        match (&self.private, config.symmetric) {
+            (_, true) => Some([&self.input, &self.output].map(Buffer::Symmetric)),
+            (Some(private), false) => Some(private.each_ref().map(Buffer::Private)),
+            (None, false) => None,
+        }
+    }
+
     fn out_of_place(
         &self,
         call: &PreparedCollective,
@@ -218,17 +243,17 @@ impl<'a> Runner<'a> {
         shape: &Shape,
         data: &[u8],
     ) -> Result<Image, CollectiveError> {
-        if config.symmetric {
-            self.input.write(shape.shift as u64, data)?;
+        if let Some([input, output]) = self.buffers(config) {
+            let (shift, message) = (shape.shift as u64, shape.message as u64);
+            input.write(shift, data)?;
             let mut padded = vec![JUNK; shape.output + 2 * ALIGNED];
-            self.output.write(0, &padded)?;
+            output.write(0, &padded)?;
             // Nobody may write an output, or read an input, before it is ready, nor after.
             self.communicator.barrier()?;
-            let (shift, message) = (shape.shift as u64, shape.message as u64);
-            call.run_symmetric(shift, shift, message)?;
-            self.output.read(0, &mut padded)?;
+            input.run(call, &output, shift, message)?;
+            output.read(0, &mut padded)?;
             let mut unchanged = vec![0; data.len()];
-            self.input.read(shift, &mut unchanged)?;
+            input.read(shift, &mut unchanged)?;
             self.communicator.barrier()?;
             let mut image = Image::of(&padded, shape.shift, shape.output);
             image.touched += differing(&unchanged, data);
@@ -249,20 +274,58 @@ impl<'a> Runner<'a> {
         shape: &Shape,
         data: &[u8],
     ) -> Result<Image, CollectiveError> {
-        if config.symmetric {
+        if let Some([both, _]) = self.buffers(config) {
+            let (shift, message) = (shape.shift as u64, shape.message as u64);
             let mut padded = vec![JUNK; data.len() + 2 * ALIGNED];
             padded[shape.shift..][..data.len()].copy_from_slice(data);
-            self.input.write(0, &padded)?;
+            both.write(0, &padded)?;
             self.communicator.barrier()?;
-            let (shift, message) = (shape.shift as u64, shape.message as u64);
-            call.run_symmetric(shift, shift, message)?;
-            self.input.read(0, &mut padded)?;
+            both.run(call, &both, shift, message)?;
+            both.read(0, &mut padded)?;
             self.communicator.barrier()?;
             return Ok(Image::of(&padded, shape.shift, data.len()));
         }
         let mut both = Room::new(data, shape);
         call.run_in_place(both.get())?;
         Ok(both.image())
+    }
+}
+
+/// Memory that its device writes and reads.
+enum Buffer<'a> {
+    Symmetric(&'a SymmetricBuffer),
+    Private(&'a Memory),
+}
+
+impl Buffer<'_> {
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), CollectiveError> {
+        match self {
+            Self::Symmetric(buffer) => buffer.write(offset, data),
+            Self::Private(memory) => Ok(memory.write(offset, data)?),
+        }
+    }
+
+    fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), CollectiveError> {
+        match self {
+            Self::Symmetric(buffer) => buffer.read(offset, data),
+            Self::Private(memory) => Ok(memory.read(offset, data)?),
+        }
+    }
+
+    /// Runs a call from here to `output`, on messages of `message` bytes from `shift` on in both.
+    fn run(
+        &self,
+        call: &PreparedCollective,
+        output: &Self,
+        shift: u64,
+        message: u64,
+    ) -> Result<(), CollectiveError> {
+        match (self, output) {
+            (Self::Private(input), Self::Private(output)) => {
+                call.run_at((input, shift), (output, shift), message)
+            }
+            _ => call.run_symmetric(shift, shift, message),
+        }
     }
 }
 

@@ -1,8 +1,10 @@
 //! What a launch passes to a kernel, and what a kernel that had to stop leaves behind.
 
 use crate::dtype::ReduceOp;
+use crate::exchange::{Exchange, Transfer, Transfers};
 use crate::executor::Counters;
 use crate::program::{Launch, Program};
+use crate::semaphore::Semaphore;
 use crate::wait::Waiting;
 
 /// How a kernel's waits end. Addresses are the device's; 0 if there is none.
@@ -207,6 +209,43 @@ pub struct Scale {
     pub value: u64,
 }
 
+/// The one parameter of a kernel that does the transfers of a launch ([`crate::exchange`]). Addresses are the device's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ExchangeLaunch {
+    /// The prepared exchange.
+    pub exchange: Exchange,
+    /// What is sent and received: a block has at most [`MAX_CHAINS`] chains.
+    pub transfers: Transfers,
+    /// How waits end.
+    pub context: GpuContext,
+    /// How to reduce, where there is something to reduce.
+    pub op: ReduceOp,
+    /// Not used.
+    pub reserved: u32,
+}
+
+/// Chains that a thread block of an [`ExchangeLaunch`] has room for.
+pub const MAX_CHAINS: u32 = 64;
+
+/// The one parameter of the kernel that signals a peer and waits for its signals. Addresses are the device's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SignalLaunch {
+    /// The semaphore with the peer.
+    pub semaphore: Semaphore,
+    /// How waits end.
+    pub context: GpuContext,
+    /// Signals that are waited for.
+    pub waits: u32,
+    /// Signals that are sent then.
+    pub signals: u32,
+    /// This rank, for messages.
+    pub rank: u32,
+    /// Not used.
+    pub reserved: u32,
+}
+
 /// The parameter of the one-shot all-reduce among the kernels for tests. Addresses are the device's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -236,6 +275,14 @@ pub struct OneShotLaunch {
 const _: () = assert!(size_of::<GpuContext>() == 24);
 const _: () = assert!(size_of::<Scale>() == 40);
 const _: () = assert!(size_of::<OneShotLaunch>() == 80);
+const _: () = assert!(
+    size_of::<ExchangeLaunch>()
+        == size_of::<Exchange>() + size_of::<Transfers>() + size_of::<GpuContext>() + 8
+);
+const _: () =
+    assert!(size_of::<SignalLaunch>() == size_of::<Semaphore>() + size_of::<GpuContext>() + 16);
+// A kernel brings its chains in pieces of 16 bytes.
+const _: () = assert!(size_of::<Transfer>() == 80);
 const _: () = assert!(size_of::<Waiting>() == 40);
 const _: () = assert!(size_of::<StatusRecord>() == 32 + size_of::<Waiting>());
 const _: () = assert!(

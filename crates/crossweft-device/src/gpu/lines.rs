@@ -10,10 +10,11 @@
 //! line's flag behind each. Flags always lie in these places, so no data is ever taken for one, whatever sizes
 //! calls have.
 
-use super::packets::word;
-use super::wide::Piece;
+use super::packets::{load_bytes, store_bytes, word};
+use super::wide::{PIECE, Piece, load16, store16};
 use crate::block::Block;
 use crate::memory::Memory;
+use crate::wait::{Site, Stopped, WaitKind, Waiting};
 
 /// Bytes of a line.
 pub const LINE: u64 = 128;
@@ -27,7 +28,9 @@ pub const LANES: u32 = 8;
 /// The lane that has the flags.
 const LAST: u32 = LANES - 1;
 /// Bytes of a piece.
-const STEP: u64 = 16;
+const STEP: u64 = PIECE;
+/// Threads of a warp.
+const WARP: u32 = 32;
 
 /// Two pieces of a lane, those in the first and in the second line.
 pub(super) type Pieces = [Piece; 2];
@@ -142,6 +145,245 @@ pub(super) unsafe fn late<B: Block>(
         };
     }
     (false, false)
+}
+
+/// Warp: waits until what was fetched from `from` has arrived.
+///
+/// # Errors
+/// What ends the wait of any of its threads, on all.
+///
+/// # Safety
+/// As for [`fetch`].
+#[inline(always)]
+pub(super) unsafe fn arrival<B: Block>(
+    block: &B,
+    this: (u32, bool),
+    from: u64,
+    seen: &mut Pieces,
+    (flag, site): (u32, Site),
+) -> Result<(), Stopped> {
+    let mut waiting = Waiting {
+        site,
+        spins: 0,
+        expected: flag.into(),
+        seen: 0,
+    };
+    loop {
+        // SAFETY: the caller's promise.
+        let (mine, any) = unsafe { late(block, this, from, seen, flag) };
+        if !any {
+            return Ok(());
+        }
+        let mut outcome = Ok(());
+        if mine {
+            // The first line that is late.
+            waiting.seen = if seen[0].c == flag {
+                seen[1].c
+            } else {
+                seen[0].c
+            }
+            .into();
+            outcome = block.pause(&waiting);
+        }
+        waiting.spins = waiting.spins.saturating_add(1);
+        if block.warp_any(outcome.is_err()) {
+            return Err(outcome.err().unwrap_or(Stopped::Aborted));
+        }
+        // SAFETY: the caller's promise.
+        *seen = unsafe { fetch(block, this, from) };
+    }
+}
+
+/// Where a thread is in a message that a block sends or receives: warps go through pairs of lines round by round.
+#[derive(Clone, Copy)]
+struct Round {
+    /// The first pair of this thread's warp.
+    first: u64,
+    /// How much further this thread's pair is.
+    ahead: u64,
+    /// Pairs that the block has in a round.
+    step: u64,
+    lane: u32,
+}
+
+impl Round {
+    #[inline(always)]
+    fn first<B: Block>(block: &B) -> Self {
+        let thread = block.thread();
+        Self {
+            first: u64::from(thread / WARP * (WARP / LANES)),
+            ahead: u64::from(thread % WARP / LANES),
+            step: u64::from(block.threads() / LANES),
+            lane: thread % LANES,
+        }
+    }
+
+    #[inline(always)]
+    fn next(&mut self) {
+        self.first += self.step;
+    }
+
+    /// Whether the warp has something of a message of `bytes` bytes in this round.
+    #[inline(always)]
+    fn is_in(&self, bytes: u64) -> bool {
+        self.first * PAIR_PAYLOAD < bytes
+    }
+
+    fn pair(&self) -> u64 {
+        self.first + self.ahead
+    }
+
+    /// Of the lane, whether its pair has something of the message.
+    #[inline(always)]
+    fn this(&self, bytes: u64) -> (u32, bool) {
+        (self.lane, self.pair() * PAIR_PAYLOAD < bytes)
+    }
+
+    /// Where the lane's two pieces are in the message, and how much of each there is.
+    #[inline(always)]
+    fn pieces(&self, bytes: u64) -> [(u64, u64); 2] {
+        let at = self.pair() * PAIR_PAYLOAD + u64::from(self.lane) * STEP;
+        let part = |at: u64| match bytes.saturating_sub(at) {
+            left if left < STEP => left,
+            _ => STEP,
+        };
+        let far = at + u64::from(LANES) * STEP;
+        // The last one's place in the second line has the flags.
+        let far_part = if self.lane == LAST { 0 } else { part(far) };
+        [(at, part(at)), (far, far_part)]
+    }
+}
+
+/// The first `count` bytes of a piece at any address, the rest zero.
+///
+/// # Safety
+/// `addr` must be valid for them.
+#[inline(always)]
+unsafe fn load_piece(addr: u64, count: u64) -> Piece {
+    let word = |k: u64| {
+        let left = count.saturating_sub(k);
+        // SAFETY: the caller's promise.
+        unsafe { load_bytes(addr + k, left) }
+    };
+    if count == STEP && addr.is_multiple_of(STEP) {
+        // SAFETY: the caller's promise.
+        return unsafe { load16(addr) };
+    }
+    Piece {
+        a: word(0),
+        b: word(4),
+        c: word(8),
+        d: word(12),
+    }
+}
+
+/// The other way round.
+///
+/// # Safety
+/// As for [`load_piece`].
+#[inline(always)]
+unsafe fn store_piece(addr: u64, piece: Piece, count: u64) {
+    let word = |k: u64, data: u32| {
+        // SAFETY: the caller's promise.
+        unsafe { store_bytes(addr + k, data, count.saturating_sub(k)) };
+    };
+    if count == STEP && addr.is_multiple_of(STEP) {
+        // SAFETY: the caller's promise.
+        unsafe { store16(addr, piece) };
+        return;
+    }
+    word(0, piece.a);
+    word(4, piece.b);
+    word(8, piece.c);
+    word(12, piece.d);
+}
+
+/// Block: sends `bytes` bytes from `src`, of any alignment, as lines to `to`.
+///
+/// # Safety
+/// The block must have whole warps; `to` must be valid for as many pairs of lines as the bytes take, and aligned to
+/// a line, `src` valid for the bytes. Only lines may ever be looked for there.
+#[cfg_attr(target_arch = "nvptx64", inline(never))]
+pub unsafe fn copy_to_lines<B: Block>(block: &B, to: u64, src: u64, bytes: u64, flag: u32) {
+    let mut round = Round::first(block);
+    while round.is_in(bytes) {
+        let [near, far] = round.pieces(bytes);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let pieces = [
+                load_piece(src + near.0, near.1),
+                load_piece(src + far.0, far.1),
+            ];
+            let at = to + round.pair() * PAIR;
+            store(block, round.this(bytes), at, pieces, flag);
+        }
+        round.next();
+    }
+}
+
+/// Block: waits for the lines of `bytes` bytes at `from`, and copies them to `dst`, of any alignment. Threads return as
+/// they are done, each with what its warp has to say: agree on it ([`Block::sync`]) before others' data is used.
+///
+/// # Errors
+/// [`Stopped`] when the wait hook ends a wait.
+///
+/// # Safety
+/// As for [`copy_to_lines`], the other way round.
+#[inline(always)]
+pub unsafe fn copy_from_lines<B: Block>(
+    block: &B,
+    site: Site,
+    dst: u64,
+    from: u64,
+    bytes: u64,
+    flag: u32,
+) -> Result<(), Stopped> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        receive(
+            block,
+            (site.peer, site.channel),
+            site.op,
+            dst,
+            from,
+            (bytes, flag),
+        )
+    }
+}
+
+/// [`copy_from_lines`] as a function of numbers: a site passed on would lie in local memory.
+///
+/// # Safety
+/// As there.
+#[cfg_attr(target_arch = "nvptx64", inline(never))]
+unsafe fn receive<B: Block>(
+    block: &B,
+    (peer, channel): (u32, u32),
+    op: u32,
+    dst: u64,
+    from: u64,
+    (bytes, flag): (u64, u32),
+) -> Result<(), Stopped> {
+    let site = Site {
+        kind: WaitKind::Packet,
+        peer,
+        channel,
+        op,
+    };
+    let mut round = Round::first(block);
+    while round.is_in(bytes) {
+        let (this, at) = (round.this(bytes), from + round.pair() * PAIR);
+        let [near, far] = round.pieces(bytes);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut seen = fetch(block, this, at);
+            arrival(block, this, at, &mut seen, (flag, site))?;
+            store_piece(dst + near.0, seen[0], near.1);
+            store_piece(dst + far.0, seen[1], far.1);
+        }
+        round.next();
+    }
+    Ok(())
 }
 
 #[inline(always)]

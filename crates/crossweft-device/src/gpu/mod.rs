@@ -2,9 +2,10 @@
 //!
 //! Protocols are the same code as everywhere ([`crate::executor`], [`crate::semaphore`], ...). What
 //! differs is here: how the threads of a block share a copy, packets and a reduction ([`copy`],
-//! [`packets`], [`lines`], [`reduce`], [`fused`]), how memory is reached, and how a wait spins and ends. All of it but
+//! [`bulk`], [`packets`], [`lines`], [`reduce`], [`fused`]), how memory is reached, and how a wait spins and ends. All of it but
 //! the last leaves, which are inline PTX, compiles for the host too and is tested there.
 
+pub mod bulk;
 pub mod copy;
 pub mod fused;
 mod launch;
@@ -27,7 +28,7 @@ pub use amdgpu as machine;
 pub use nvptx as machine;
 
 pub use launch::{
-    GpuContext, Hop, MAX_FUSED, MAX_MOVES, OneShot, OneShotLaunch, OneShotScatter, PlanLaunch,
-    Scale, StatusRecord, TwoShot,
+    ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, OneShot, OneShotLaunch,
+    OneShotScatter, PlanLaunch, Scale, SignalLaunch, StatusRecord, TwoShot,
 };
 pub use reduce::{GpuReducer, MAX_OPERANDS, TABLE_BYTES};

@@ -173,6 +173,31 @@ impl Driver {
         unsafe { self.cuThreadExchangeStreamCaptureMode(&raw mut mode) }
     }
 
+    /// Runs calls that the driver otherwise forbids while a stream is being captured, by this thread or in global mode by
+    /// another, and that have nothing to do with what is captured: allocations, questions about events.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] if the mode cannot be changed; `calls` have not run then.
+    pub fn aside_from_captures<T>(&self, calls: impl FnOnce() -> T) -> Result<T, CudaError> {
+        /// Puts the mode back, also when `calls` panics.
+        struct Back<'a>(&'a Driver, i32);
+        impl Drop for Back<'_> {
+            fn drop(&mut self) {
+                // SAFETY: a valid place, which holds a mode and receives the one before.
+                let back = unsafe { self.0.cuThreadExchangeStreamCaptureMode(&raw mut self.1) };
+                if let Err(error) = back {
+                    tracing::warn!(%error, "the thread's capture mode was not restored");
+                }
+            }
+        }
+
+        let mut mode = sys::CAPTURE_RELAXED;
+        // SAFETY: a valid place, which holds a mode and receives the one before.
+        unsafe { self.cuThreadExchangeStreamCaptureMode(&raw mut mode)? };
+        let _back = Back(self, mode);
+        Ok(calls())
+    }
+
     pub(super) fn table(&self) -> &Table {
         &self.table
     }

@@ -12,7 +12,7 @@ use crate::gpu::packets::word;
 use crate::gpu::reduce::{Combine, GpuElement, Sum};
 use crate::gpu::wide::{PIECE, Piece, load16, store16};
 use crate::packet::flag_of;
-use crate::wait::{Site, Stopped, WaitKind, Waiting};
+use crate::wait::{Site, Stopped, WaitKind};
 
 /// Runs thread block `index` of a launch that found `epoch`; `launch` without its tables, which are in `tables`.
 /// Threads return as soon as they are done; any of them may bring the error.
@@ -152,7 +152,7 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
                         channel: k,
                         op: op_index,
                     };
-                    mine = arrival(block, this, source + from, &mut seen, (flag, site));
+                    mine = lines::arrival(block, this, source + from, &mut seen, (flag, site));
                     if mine.is_err() {
                         break;
                     }
@@ -194,52 +194,5 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
             from += stride / PAIR_PAYLOAD * PAIR;
         }
         depart(block, counters, (index, epoch), mine, is_last)
-    }
-}
-
-/// Warp: waits until what was fetched from `from` has arrived.
-///
-/// # Errors
-/// What ends the wait of any of its threads, on all.
-///
-/// # Safety
-/// As for [`lines::fetch`].
-#[inline(always)]
-unsafe fn arrival<B: Block>(
-    block: &B,
-    this: (u32, bool),
-    from: u64,
-    seen: &mut [Piece; 2],
-    (flag, site): (u32, Site),
-) -> Result<(), Stopped> {
-    let mut waiting = Waiting {
-        site,
-        spins: 0,
-        expected: flag.into(),
-        seen: 0,
-    };
-    loop {
-        // SAFETY: the caller's promise.
-        let (mine, any) = unsafe { lines::late(block, this, from, seen, flag) };
-        if !any {
-            return Ok(());
-        }
-        let mut outcome = Ok(());
-        if mine {
-            // The first line that is late.
-            waiting.seen = if seen[0].c == flag {
-                seen[1].c
-            } else {
-                seen[0].c
-            }
-            .into();
-            outcome = block.pause(&waiting);
-        }
-        waiting.spins = waiting.spins.saturating_add(1);
-        if block.warp_any(outcome.is_err()) {
-            return Err(outcome.err().unwrap_or(Stopped::Aborted));
-        }
-        // SAFETY: the caller's promise.
-        *seen = unsafe { lines::fetch(block, this, from) };
     }
 }
