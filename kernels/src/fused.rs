@@ -13,12 +13,12 @@ use crossweft_device::{Memory, Raw};
 use crate::shared::{Here, stop};
 
 /// The tables in a kernel's parameter, at byte offsets, by a function that reads its word there.
-struct Parameter<F> {
-    word: F,
-    target: usize,
-    source: usize,
-    peer: usize,
-    origin: usize,
+pub(crate) struct Parameter<F> {
+    pub(crate) word: F,
+    pub(crate) target: usize,
+    pub(crate) source: usize,
+    pub(crate) peer: usize,
+    pub(crate) origin: usize,
 }
 
 impl<F: Fn(u64) -> u64> Tables for Parameter<F> {

@@ -15,12 +15,17 @@ mod bench;
 mod channel;
 #[cfg(family = "exchange")]
 mod exchange;
-#[cfg(any(family = "hop", family = "plan"))]
+#[cfg(any(family = "hop", family = "norm", family = "plan"))]
+#[macro_use]
 mod fused;
+#[cfg(family = "moe")]
+mod moe;
+#[cfg(family = "norm")]
+mod norm;
 #[cfg(family = "plan")]
 mod plan;
 #[cfg(family = "scale")]
 mod scale;
 #[cfg(not(family = "scale"))]
-#[allow(dead_code, reason = "each module of PTX uses some of it")]
+#[allow(dead_code, unused_imports, reason = "each module of PTX uses some of it")]
 mod shared;

@@ -3,19 +3,12 @@
 #[cfg(target_arch = "nvptx64")]
 use core::arch::{asm, global_asm};
 
-#[cfg(family = "exchange")]
 use crossweft_device::exchange::{BOARD, Transfer};
-#[cfg(not(family = "exchange"))]
 use crossweft_device::executor::{STOPPED_EPOCH, Start};
 use crossweft_device::gpu::block::{BlockState, Shared};
 #[cfg(target_arch = "amdgpu")]
 use crossweft_device::gpu::machine;
-#[cfg(family = "exchange")]
-use crossweft_device::gpu::{ExchangeLaunch, MAX_CHAINS};
-#[cfg(not(family = "exchange"))]
-use crossweft_device::gpu::{PlanLaunch};
-use crossweft_device::gpu::TABLE_BYTES;
-#[cfg(not(family = "exchange"))]
+use crossweft_device::gpu::{ExchangeLaunch, MAX_CHAINS, PlanLaunch, TABLE_BYTES};
 use crossweft_device::{Memory, Raw};
 
 /// Areas with names, whose addresses are asked for.
@@ -90,7 +83,19 @@ areas! {
     state, "crossweft_state", size_of::<BlockState>();
 }
 
-#[cfg(not(family = "exchange"))]
+#[cfg(family = "moe")]
+areas! {
+    /// A launch of either kind.
+    launch, "crossweft_launch", crate::moe::LAUNCH_BYTES;
+    /// Where each rank's memory is, and whether it is masked.
+    peers, "crossweft_peers", crate::moe::PEERS_BYTES;
+    /// A table for each warp's terms.
+    terms, "crossweft_terms", crate::moe::TERMS_BYTES;
+    /// A [`BlockState`].
+    state, "crossweft_state", size_of::<BlockState>();
+}
+
+#[cfg(not(any(family = "exchange", family = "moe", family = "norm")))]
 areas! {
     /// A reduction's operands.
     table, "crossweft_table", TABLE_BYTES;
@@ -103,6 +108,20 @@ areas! {
     /// A [`BlockState`].
     state, "crossweft_state", size_of::<BlockState>();
 }
+
+#[cfg(family = "norm")]
+areas! {
+    /// A token of 16-bit elements.
+    token, "crossweft_token", STAGE_BYTES;
+    /// What threads tell each other of two tokens.
+    slots, "crossweft_slots", 2 * crossweft_device::gpu::norm::SLOT_BYTES;
+    /// A [`BlockState`].
+    state, "crossweft_state", size_of::<BlockState>();
+}
+
+/// Of the longest token.
+#[cfg(family = "norm")]
+pub(crate) const STAGE_BYTES: usize = 16_384 * 2;
 
 /// Where the shared memory begins that a launch has asked for, beside the above; `None` where all of it is such.
 #[cfg(all(module = "channel", target_arch = "nvptx64"))]
@@ -133,14 +152,13 @@ pub(crate) const fn launched() -> Option<u64> {
 }
 
 /// Enough for some ten operations between eight ranks.
-#[cfg(not(family = "exchange"))]
+#[cfg(not(family = "norm"))]
 pub(crate) const STAGE_BYTES: usize = 4096;
 
 /// Ends what is launched behind this kernel, which was stopped; `epoch` is its rank's.
 ///
 /// # Safety
 /// The address must be valid.
-#[cfg(not(family = "exchange"))]
 #[inline(always)]
 pub(crate) unsafe fn stop(epoch: u64) {
     // SAFETY: the caller's promise. Every thread that is stopped writes the same.

@@ -359,13 +359,15 @@ class Communicator:
         quantised: _Tensor | None = None,
         scale: float | _Tensor | None = None,
         per: Literal["token", "group"] = "token",
+        stream: int | None = None,
     ) -> _T:
         """Reduces tokens, adds the residual, and normalises: what follows an all-reduce in a transformer, in one call.
 
-        Host tensors of f32, f16 or bf16. ``weight`` has as many elements as a token: a multiple of 8, from 8 to 16384.
-        ``residual``, the same on every rank, is replaced by its sum with the reduction. ``output`` gets the normalised
-        tokens. ``quantised`` (f8e4m3, or bytes) gets them once more, divided by ``scale``: a number, or a tensor of f32
-        that is written, with one element per token, or per group of 128 elements of each token.
+        Tensors of f32, f16 or bf16, all on the host or all on the communicator's CUDA device. ``weight`` has as many
+        elements as a token: a multiple of 8, from 8 to 16384. ``residual``, the same on every rank, is replaced by its
+        sum with the reduction. ``output`` gets the normalised tokens. ``quantised`` (f8e4m3, or bytes) gets them once
+        more, divided by ``scale``: a number, or a tensor of f32 that is written, with one element per token, or per
+        group of 128 elements of each token.
         """
     def all_gather(
         self,
@@ -632,7 +634,7 @@ class MoeGroup:
         hidden: int,
         top_k: int,
         dtype: _DType | None = None,
-        blocks: int = 1,
+        blocks: int | None = None,
         timeout: float | None = None,
         masking: bool = False,
     ) -> Self: ...
@@ -664,6 +666,8 @@ class MoeGroup:
     def expert_bounds(self, rank: int | None = None) -> tuple[int, int]: ...
     @property
     def masked(self) -> list[bool]: ...
+    def check(self) -> None:
+        """Fails if a launch on a device that has ended, ended badly."""
     def set_masked(self, rank: int, masked: bool) -> None: ...
     def handle(
         self,

@@ -164,3 +164,37 @@ def test_a_communicator_of_the_cpu_refuses_them() -> None:
     data = Gpu(cuda).tensor(array.array("f", [1]))
     with pytest.raises(cw.TensorError, match='device="cuda"'):
         cw.Communicator(0, 1, cw.UniqueId()).all_reduce(data)
+
+
+def test_all_reduce_with_rms_normalisation() -> None:
+    driver()
+    hidden, tokens = 1024, 3
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        gpu = Gpu(communicator)
+        numbers = [token + 1 for token in range(tokens) for _ in range(hidden)]
+        own = gpu.tensor(array.array("f", [(communicator.rank + 1) * number for number in numbers]))
+        weight = gpu.tensor(array.array("f", [0.5] * hidden))
+        residual = gpu.tensor(array.array("f", [1] * (tokens * hidden)))
+        output = gpu.tensor(array.array("f", [0] * (tokens * hidden)))
+        scale = gpu.tensor(array.array("f", [0] * tokens))
+        # Their bytes are what counts.
+        quantised = gpu.tensor(array.array("f", [0] * (tokens * hidden // 4)))
+        quantised.__cuda_array_interface__ |= {"shape": (tokens * hidden,), "typestr": "|u1"}
+        written = {"residual": residual, "quantised": quantised, "scale": scale}
+        communicator.all_reduce_rms_norm(own, weight, output, epsilon=0.0, stream=gpu.stream, **written)
+        # 1 + 2 of each token's number, and the residual.
+        assert list(residual.values()[::hidden]) == [4.0, 7.0, 10.0]
+        assert list(output.values()) == pytest.approx([0.5] * (tokens * hidden))
+        assert list(scale.values()) == pytest.approx([0.5 / 448] * tokens)
+        # 448, the largest of f8e4m3.
+        assert set(quantised.values().tobytes()) == {0x7E}
+        with pytest.raises(cw.TensorError, match="the scale has 12 bytes, not 96"):
+            communicator.all_reduce_rms_norm(
+                own, weight, output, quantised=quantised, scale=scale, per="group", stream=gpu.stream
+            )
+        with pytest.raises(cw.UsageError, match="on the host"):
+            host = array.array("f", [0] * hidden)
+            communicator.all_reduce_rms_norm(host, host, array.array("f", host))
+
+    in_threads(2, rank_main, device="cuda")

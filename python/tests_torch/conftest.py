@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 
@@ -21,7 +21,9 @@ T = TypeVar("T")
 TIMEOUT = 240.0
 
 
-def in_threads(ranks: int, rank_main: Callable[[cw.Communicator], T]) -> list[T]:
+def in_threads(
+    ranks: int, rank_main: Callable[[cw.Communicator], T], device: Literal["cpu", "cuda"] = "cpu"
+) -> list[T]:
     """Runs ``rank_main`` as every rank of a job, each in a thread; raises the first rank's error."""
     unique_id = cw.UniqueId(timeout=TIMEOUT)
     results: list[Any] = [None] * ranks
@@ -29,7 +31,8 @@ def in_threads(ranks: int, rank_main: Callable[[cw.Communicator], T]) -> list[T]
 
     def one(rank: int) -> None:
         try:
-            results[rank] = rank_main(cw.Communicator(rank, ranks, unique_id, timeout=TIMEOUT))
+            communicator = cw.Communicator(rank, ranks, unique_id, timeout=TIMEOUT, device=device)
+            results[rank] = rank_main(communicator)
         except BaseException as error:
             errors[rank] = error
 

@@ -10,7 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crossweft_kernels::{MAX_THREADS, MIN_SM, MODULES, Module};
+use crossweft_kernels::{MIN_SM, MODULES, Module};
 
 use crate::cuda::root;
 use crate::kernels::{Compiler, Target, side_by_side};
@@ -45,7 +45,7 @@ pub(crate) fn check() -> Result<Vec<String>, String> {
     let mut sources = Vec::new();
     // Those for newer machines of NVIDIA's are the same sources once more.
     for module in MODULES.iter().filter(|module| module.sm == MIN_SM) {
-        let text = bounded(&compiler.emit(module, &target)?);
+        let text = bounded(&compiler.emit(module, &target)?, module.threads);
         let source = folder.join(format!("{}.{PROCESSOR}.ll", module.name));
         write(&source, &text)?;
         sources.push((module, source));
@@ -136,7 +136,7 @@ impl Tools {
             .arg(&object)
             .arg("-o")
             .arg(code))?;
-        Ok(lint(&text, module.entries))
+        Ok(lint(&text, module.entries, module.threads))
     }
 }
 
@@ -187,14 +187,14 @@ fn run(command: &mut Command) -> Result<(), String> {
 
 /// Gives all functions the launch bounds that PTX gets by `.maxntid`: left to itself, the compiler shares out registers
 /// among the 1024 threads of the largest block there is.
-fn bounded(text: &str) -> String {
+fn bounded(text: &str, threads: u32) -> String {
     let processor = format!("\"target-cpu\"=\"{PROCESSOR}\"");
-    let bounds = format!("{processor} \"amdgpu-flat-work-group-size\"=\"1,{MAX_THREADS}\"");
+    let bounds = format!("{processor} \"amdgpu-flat-work-group-size\"=\"1,{threads}\"");
     text.replace(&processor, &bounds)
 }
 
 /// What must hold of a module's assembly; every problem in a line.
-fn lint(assembly: &str, entries: &[&str]) -> Vec<String> {
+fn lint(assembly: &str, entries: &[&str], threads: u32) -> Vec<String> {
     let mut problems = Vec::new();
     for (number, line) in assembly.lines().enumerate() {
         let code = line.split(';').next().unwrap_or_default().trim();
@@ -224,7 +224,7 @@ fn lint(assembly: &str, entries: &[&str]) -> Vec<String> {
                 found => problems.push(format!("{entry}: {key}: {found:?}, at most {allowed}")),
             }
         }
-        if number(".max_flat_workgroup_size") != Some(MAX_THREADS.into()) {
+        if number(".max_flat_workgroup_size") != Some(threads.into()) {
             problems.push(format!("{entry} has no launch bounds"));
         }
     }
@@ -315,7 +315,7 @@ amdhsa.target:   amdgcn-amd-amdhsa--gfx942
 
     #[test]
     fn what_may_be_there() {
-        assert_eq!(lint(GOOD, &["k"]), Vec::<String>::new());
+        assert_eq!(lint(GOOD, &["k"], 384), Vec::<String>::new());
     }
 
     #[test]
@@ -341,7 +341,7 @@ amdhsa.target:   amdgcn-amd-amdhsa--gfx942
                 "launch bounds",
             ),
         ] {
-            let problems = lint(&GOOD.replace(from, to), &["k"]);
+            let problems = lint(&GOOD.replace(from, to), &["k"], 384);
             assert_eq!(problems.len(), 1, "{to}: {problems:?}");
             assert!(problems[0].contains(problem), "{to}: {problems:?}");
         }
@@ -349,9 +349,9 @@ amdhsa.target:   amdgcn-amd-amdhsa--gfx942
 
     #[test]
     fn entries_are_those_of_the_list() {
-        assert_eq!(lint(GOOD, &["k", "l"]), ["entry l is missing"]);
-        assert_eq!(lint(GOOD, &[]), ["entry k is in no list"]);
-        assert_eq!(lint("", &["k"]), ["entry k is missing"]);
+        assert_eq!(lint(GOOD, &["k", "l"], 384), ["entry l is missing"]);
+        assert_eq!(lint(GOOD, &[], 384), ["entry k is in no list"]);
+        assert_eq!(lint("", &["k"], 384), ["entry k is missing"]);
     }
 
     #[test]
@@ -361,19 +361,22 @@ amdhsa.target:   amdgcn-amd-amdhsa--gfx942
             "private_segment_fixed_size: 0",
             "private_segment_fixed_size: 140",
         );
-        assert_eq!(lint(&some, &["crossweft_plan_f32"]), Vec::<String>::new());
+        assert_eq!(
+            lint(&some, &["crossweft_plan_f32"], 384),
+            Vec::<String>::new()
+        );
         let more = text.replace(
             "private_segment_fixed_size: 0",
             "private_segment_fixed_size: 372",
         );
-        assert_eq!(lint(&more, &["crossweft_plan_f32"]).len(), 1);
+        assert_eq!(lint(&more, &["crossweft_plan_f32"], 384).len(), 1);
     }
 
     #[test]
     fn all_functions_get_launch_bounds() {
         let text = "attributes #0 = { \"target-cpu\"=\"gfx942\" }";
         assert_eq!(
-            bounded(text),
+            bounded(text, 384),
             "attributes #0 = { \"target-cpu\"=\"gfx942\" \"amdgpu-flat-work-group-size\"=\"1,384\" }"
         );
     }

@@ -13,7 +13,9 @@ const TESTS: &[(&str, &str)] = &[
     ("crossweft-channel", "interop_cuda"),
     ("crossweft-channel", "channels_cuda"),
     ("crossweft-collective", "cuda"),
+    ("crossweft-collective", "cuda_norm"),
     ("crossweft-collective", "cuda_speed"),
+    ("crossweft-moe", "moe_cuda"),
 ];
 /// Programs that go with them.
 const PROGRAMS: &[&str] = &["crossweft-cli", "custom-kernel-cuda", "custom-kernel-rust"];
@@ -136,7 +138,7 @@ step() { # name, seconds it may take, command
     {\"name\": \"$name\", \"outcome\": \"$outcome\", \"seconds\": $((end - begin))}"
 }
 step doctor 60 ./crossweft doctor
-for test in cuda_device channels_cuda interop_cuda cuda; do
+for test in cuda_device channels_cuda interop_cuda cuda cuda_norm moe_cuda; do
     step "$test" 600 "./$test" --nocapture --test-threads 1
 done
 # Once more with what newer GPUs have; older ones cannot load it.

@@ -14,7 +14,7 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crossweft_kernels::{MAX_THREADS, MODULES, Module};
+use crossweft_kernels::{MODULES, Module};
 
 use crate::amd;
 use crate::cuda::{self, root};
@@ -206,7 +206,7 @@ impl Compiler {
         };
         let text = self.emit(module, &target)?;
         panics(&text).map_err(|problem| format!("xtask: {}: {problem}", module.name))?;
-        Ok(self.header(module) + &finish(&text))
+        Ok(self.header(module) + &finish(&text, module.threads))
     }
 
     /// What the compiler makes of a module for another machine.
@@ -278,7 +278,7 @@ fn panics(ptx: &str) -> Result<(), String> {
 
 /// What the compiler leaves to be done: launch bounds, names that do not depend on where the
 /// sources lie, and no text that means nothing.
-fn finish(ptx: &str) -> String {
+fn finish(ptx: &str, threads: u32) -> String {
     let names = functions(ptx);
     let mut out = String::new();
     let mut listed: Vec<_> = names.values().collect();
@@ -299,7 +299,7 @@ fn finish(ptx: &str) -> String {
         let _ = writeln!(out, "{line}");
         if in_entry && line.ends_with(')') {
             // One block on a multiprocessor: left to itself, `ptxas` spills for a second one.
-            let _ = writeln!(out, ".maxntid {MAX_THREADS}, 1, 1\n.minnctapersm 1");
+            let _ = writeln!(out, ".maxntid {threads}, 1, 1\n.minnctapersm 1");
             in_entry = false;
         }
     }
@@ -668,9 +668,9 @@ exit;
         let text =
             |name: &str| format!("\t// begin inline asm\n.func {name}(\n\t{name}_param_0\n)\n");
         assert_eq!(words(one), words(other));
-        assert_eq!(finish(&text(one)), finish(&text(other)));
-        assert!(finish(&text(one)).contains("crossweft_f0_param_0"));
-        assert!(finish(&text(one)).contains("crossweft_device gpu look"));
+        assert_eq!(finish(&text(one), 384), finish(&text(other), 384));
+        assert!(finish(&text(one), 384).contains("crossweft_f0_param_0"));
+        assert!(finish(&text(one), 384).contains("crossweft_device gpu look"));
     }
 
     #[test]
@@ -682,7 +682,7 @@ exit;
     #[test]
     fn entries_get_launch_bounds() {
         let text = ".visible .entry k(\n\t.param .b64 k_param_0\n)\n{\n\ttrap; exit;\n}\n";
-        let done = finish(text);
+        let done = finish(text, 384);
         assert!(
             done.contains(")\n.maxntid 384, 1, 1\n.minnctapersm 1\n{\nexit;\n}\n"),
             "{done}"

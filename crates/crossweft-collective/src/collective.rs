@@ -528,6 +528,17 @@ impl PreparedCollective {
         Ok(prepared.record_registered((input_offset, output_offset), bytes, calls, limit)?)
     }
 
+    /// Whether every launch on a CUDA stream that has ended, ended well. Ask after the stream has come to its end.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Executor`] with the first wait that was ended on the device.
+    pub fn check(&self) -> Result<(), CollectiveError> {
+        for prepared in &self.prepared {
+            prepared.check()?;
+        }
+        Ok(())
+    }
+
     /// What is chosen for a message of `bytes` bytes, and why.
     #[must_use]
     pub fn explain(&self, bytes: u64) -> &Choice {

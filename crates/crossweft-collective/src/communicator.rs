@@ -316,17 +316,16 @@ impl Communicator {
     }
 
     /// Prepares an all-reduce of tokens with what follows it in a transformer: residual addition, RMS normalisation, and
-    /// quantisation if a call asks for it. Collective; blocks. On the CPU device only.
+    /// quantisation if a call asks for it. Collective; blocks.
     ///
-    /// The numbers are those of the three steps one after another:
+    /// The numbers are those of the steps one after another, with the same bits on every device:
     ///
     /// 1. The sum of all ranks' inputs in f32, in rank order, rounded to the element type: what
-    ///    [`all_reduce`](Self::all_reduce) gives (algorithms that reduce around a ring round at every hop; none is
-    ///    chosen for this).
+    ///    [`all_reduce`](Self::all_reduce) gives with [sums in rank order](CollectiveOptions::deterministic).
     /// 2. That plus the residual in f32, rounded to the element type. It replaces the residual. This is what vLLM's
     ///    `fused_add_rms_norm` keeps; its norm, and this one, begins with the rounded value.
     /// 3. `x * (1 / sqrt(mean(x * x) + epsilon)) * weight`, from left to right in f32, rounded once to the element type
-    ///    (vLLM also rounds before it multiplies by the weight). The mean is of squares in f32, summed in [eight lanes](crossweft_device::norm).
+    ///    (vLLM also rounds before it multiplies by the weight). The mean is of squares in f32, summed in [one order](crossweft_device::norm).
     /// 4. Quantised: what step 3 has rounded, divided by the [scale](crate::Scales) in f32, rounded to
     ///    [`F8E4M3`](crossweft_device::DataType::F8E4M3), which saturates.
     ///

@@ -2,23 +2,28 @@
 
 use std::time::Instant;
 
+use crossweft_device::norm::{group_scale, token_scale};
 use crossweft_device::{DataType, ReduceOp};
-use crossweft_hal::Device;
+use crossweft_executor::{Behind, NormBuffers, TokenNorm, Tokens};
 use crossweft_hal::cpu::Norm;
+use crossweft_hal::{Device, Memory};
 use crossweft_plan::Collective;
 
+use crate::algorithm::Algorithm;
 use crate::collective::{CollectiveOptions, PreparedCollective};
 use crate::communicator::Communicator;
 use crate::error::CollectiveError;
+use crate::selector::gpu_one_shot_max;
 
 /// Elements that share a scale where quantisation is [by group](Scales::PerGroup).
-pub const GROUP: usize = 128;
-
-/// The largest number that a quantised element holds.
-const LARGEST: f32 = 448.0;
+pub use crossweft_device::norm::GROUP;
 
 /// Bytes that are reduced before they are normalised: they stay in the second-level cache.
 const PIECE: usize = 256 << 10;
+
+/// Bytes that a GPU sums and normalises in one launch, at most: each rank sends them to every other in packets, which are
+/// twice as large.
+const ONE_LAUNCH_MOST: u64 = 1 << 20;
 
 /// What a fused all-reduce is prepared for. The same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -88,10 +93,20 @@ pub enum Scales<'a> {
 pub struct AllReduceRmsNorm {
     communicator: Communicator,
     options: RmsNormOptions,
-    norm: Norm,
-    all_reduce: PreparedCollective,
-    /// Tokens that are reduced at a time.
-    piece: usize,
+    machine: Machine,
+    /// None where every call is one launch.
+    all_reduce: Option<PreparedCollective>,
+}
+
+/// What normalises.
+#[derive(Debug)]
+enum Machine {
+    Cpu {
+        norm: Norm,
+        /// Tokens that are reduced at a time.
+        piece: usize,
+    },
+    Cuda(TokenNorm),
 }
 
 impl AllReduceRmsNorm {
@@ -126,19 +141,30 @@ impl AllReduceRmsNorm {
         if !(epsilon >= 0.0 && epsilon.is_finite()) {
             return Err(usage(format!("an epsilon of {epsilon}")));
         }
-        if !matches!(communicator.device(), Device::Cpu) {
-            return Err(usage("it is for the CPU device only".to_owned()));
-        }
         let token = hidden * dtype.size();
-        let piece = (PIECE / token).clamp(1, max_tokens.max(1));
-        let max_bytes = (piece * token) as u64;
-        let all_reduce = CollectiveOptions::new(dtype, ReduceOp::Sum, max_bytes);
+        let (machine, at_once) = match communicator.device() {
+            Device::Cpu => {
+                let piece = (PIECE / token).clamp(1, max_tokens.max(1));
+                (Machine::Cpu { norm, piece }, piece)
+            }
+            _ => {
+                let norm = on_gpu(communicator, &options, deadline)?;
+                (Machine::Cuda(norm), max_tokens.max(1))
+            }
+        };
+        let max_bytes = (at_once as u64).saturating_mul(token as u64);
+        let is_needed = match &machine {
+            Machine::Cpu { .. } => true,
+            Machine::Cuda(norm) => max_bytes > norm.one_launch_most(),
+        };
+        let all_reduce = CollectiveOptions::new(dtype, ReduceOp::Sum, max_bytes).deterministic();
+        let all_reduce =
+            is_needed.then(|| communicator.collective(Collective::AllReduce, all_reduce));
         Ok(Self {
             communicator: communicator.clone(),
             options,
-            norm,
-            all_reduce: communicator.collective(Collective::AllReduce, all_reduce)?,
-            piece,
+            machine,
+            all_reduce: all_reduce.transpose()?,
         })
     }
 
@@ -148,20 +174,116 @@ impl AllReduceRmsNorm {
         &self.options
     }
 
-    /// The all-reduce that it begins with, of some tokens at a time.
+    /// The all-reduce that calls begin with, of some tokens at a time, but where they are
+    /// [one launch](Self::is_one_launch); none if all are.
     #[must_use]
-    pub fn all_reduce(&self) -> &PreparedCollective {
-        &self.all_reduce
+    pub fn all_reduce(&self) -> Option<&PreparedCollective> {
+        self.all_reduce.as_ref()
     }
 
-    /// Reduces, adds, normalises and quantises. All ranks must call it with as many tokens, and get the same bits if
+    /// Whether a call of `tokens` tokens is one launch on a GPU, if its buffers are aligned to 16 bytes, and the quantised
+    /// ones to 8: a sum by one hop of packets, and what follows it, in one kernel.
+    #[must_use]
+    pub fn is_one_launch(&self, tokens: usize) -> bool {
+        let bytes = tokens as u64 * self.token_bytes();
+        matches!(&self.machine, Machine::Cuda(norm) if bytes <= norm.one_launch_most())
+    }
+
+    /// How a call of `tokens` tokens is done, for people.
+    #[must_use]
+    pub fn explain(&self, tokens: usize) -> String {
+        let bytes = tokens as u64 * self.token_bytes();
+        let choice = self.all_reduce.as_ref().map(|one| one.explain(bytes));
+        let Some(choice) = choice.filter(|_| !self.is_one_launch(tokens)) else {
+            return "one-shot with normalisation, one launch (two where buffers are not aligned to 16 B)"
+                .to_owned();
+        };
+        let then = match &self.machine {
+            Machine::Cpu { .. } => "token by token",
+            Machine::Cuda(_) => "in a launch behind it",
+        };
+        format!(
+            "{} ({}), then normalisation {then}",
+            choice.algorithm, choice.reason
+        )
+    }
+
+    fn token_bytes(&self) -> u64 {
+        (self.options.hidden * self.options.dtype.size()) as u64
+    }
+
+    /// What launches calls of `tokens` tokens on a CUDA device
+    /// ([`TokenNorm::launch_on_cuda`](crossweft_executor::TokenNorm::launch_on_cuda)), with the all-reduce that it may need.
+    /// For callers who have a stream of their own.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Usage`] if it is not on a CUDA device, or for fewer tokens.
+    pub fn on_cuda(
+        &self,
+        tokens: usize,
+    ) -> Result<(&TokenNorm, Option<Behind<'_>>), CollectiveError> {
+        let Machine::Cuda(norm) = &self.machine else {
+            let reason = "it is on the CPU device; call `run` with host memory";
+            return Err(self.usage(reason.to_owned()));
+        };
+        self.check_tokens(tokens)?;
+        let bytes = tokens as u64 * self.token_bytes();
+        let selected = self.all_reduce.as_ref().map(|one| one.select(bytes));
+        let behind = selected.transpose()?;
+        let behind = behind.map(|(plan, piece)| Behind {
+            plan,
+            piece: piece as u64,
+        });
+        Ok((norm, behind))
+    }
+
+    /// [`run`](Self::run) on memory of this rank's CUDA device, each with an offset, of `tokens` tokens. Blocks until the
+    /// output is complete.
+    ///
+    /// # Errors
+    /// As for [`run`](Self::run).
+    pub fn run_at(
+        &self,
+        buffers: &NormBuffers<(&Memory, u64)>,
+        tokens: usize,
+    ) -> Result<(), CollectiveError> {
+        let (norm, behind) = self.on_cuda(tokens)?;
+        let limit = self.communicator.timeout();
+        Ok(norm.run_at(behind, buffers, tokens as u32, limit)?)
+    }
+
+    /// Whether every launch on a CUDA stream that has ended, ended well. Ask after the stream has come to its end.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Executor`] with the first wait that was ended on the device.
+    pub fn check(&self) -> Result<(), CollectiveError> {
+        if let Machine::Cuda(norm) = &self.machine {
+            norm.check()?;
+        }
+        self.all_reduce
+            .as_ref()
+            .map_or(Ok(()), PreparedCollective::check)
+    }
+
+    /// Reduces, adds, normalises and quantises host memory, on the CPU device. All ranks must call it with as many tokens, and get the same bits if
     /// residuals, weights and scales are the same. Blocks until the output is complete.
     ///
     /// # Errors
     /// [`CollectiveError::Usage`] if buffers do not fit, with nothing done; otherwise as
     /// [`PreparedCollective::run`], after which everything written is undefined.
     pub fn run(&self, call: RmsNormCall<'_>) -> Result<(), CollectiveError> {
-        let token = self.check(&call)?;
+        let (
+            Machine::Cpu {
+                norm,
+                piece: tokens,
+            },
+            Some(all_reduce),
+        ) = (&self.machine, &self.all_reduce)
+        else {
+            let reason = "the buffers are host memory, it is on a CUDA device; give memory of that";
+            return Err(self.usage(reason.to_owned()));
+        };
+        let token = self.check_call(&call)?;
         let RmsNormCall {
             input,
             mut residual,
@@ -169,17 +291,17 @@ impl AllReduceRmsNorm {
             output,
             mut quantised,
         } = call;
-        let piece = self.piece * token;
+        let piece = tokens * token;
         let pieces = input.chunks(piece).zip(output.chunks_mut(piece));
         for (number, (input, output)) in pieces.enumerate() {
-            self.all_reduce.run(input, output)?;
-            let first = number * self.piece;
+            all_reduce.run(input, output)?;
+            let first = number * tokens;
             for (index, x) in (first..).zip(output.chunks_exact_mut(token)) {
                 let residual = residual.as_deref_mut();
                 let residual = residual.map(|all| &mut all[index * token..][..token]);
-                self.norm.token(x, residual, weight, self.options.epsilon);
+                norm.token(x, residual, weight, self.options.epsilon);
                 if let Some(quantised) = &mut quantised {
-                    self.quantise(index, x, quantised);
+                    self.quantise(norm, (index, x), quantised);
                 }
             }
         }
@@ -187,36 +309,31 @@ impl AllReduceRmsNorm {
     }
 
     /// Quantises token `index`.
-    fn quantise(&self, index: usize, x: &[u8], to: &mut Quantised<'_>) {
+    fn quantise(&self, norm: &Norm, (index, x): (usize, &[u8]), to: &mut Quantised<'_>) {
         let hidden = self.options.hidden;
         let values = &mut to.values[index * hidden..][..hidden];
         match &mut to.scales {
-            Scales::Static(scale) => self.norm.quantise(x, *scale, values),
+            Scales::Static(scale) => norm.quantise(x, *scale, values),
             Scales::PerToken(scales) => {
-                let scale = (self.norm.largest(x) / LARGEST).max(1.0 / (LARGEST * 512.0));
+                let scale = token_scale(norm.largest(x));
                 scales[index] = scale;
-                self.norm.quantise(x, scale, values);
+                norm.quantise(x, scale, values);
             }
             Scales::PerGroup(scales) => {
                 let of_token = hidden.div_ceil(GROUP);
                 let scales = &mut scales[index * of_token..][..of_token];
                 let groups = x.chunks(GROUP * self.options.dtype.size());
                 for ((x, values), scale) in groups.zip(values.chunks_mut(GROUP)).zip(scales) {
-                    *scale = self.norm.largest(x).max(1e-10) / LARGEST;
-                    self.norm.quantise(x, *scale, values);
+                    *scale = group_scale(norm.largest(x));
+                    norm.quantise(x, *scale, values);
                 }
             }
         }
     }
 
     /// Whether the buffers fit together; returns the bytes of a token.
-    fn check(&self, call: &RmsNormCall<'_>) -> Result<usize, CollectiveError> {
-        let RmsNormOptions {
-            dtype,
-            hidden,
-            max_tokens,
-            ..
-        } = self.options;
+    fn check_call(&self, call: &RmsNormCall<'_>) -> Result<usize, CollectiveError> {
+        let RmsNormOptions { dtype, hidden, .. } = self.options;
         let token = hidden * dtype.size();
         let bytes = call.input.len();
         let tokens = bytes / token;
@@ -245,11 +362,17 @@ impl AllReduceRmsNorm {
                 }
             }
         }
+        self.check_tokens(tokens)?;
+        Ok(token)
+    }
+
+    fn check_tokens(&self, tokens: usize) -> Result<(), CollectiveError> {
+        let max_tokens = self.options.max_tokens;
         match tokens > max_tokens {
             true => Err(self.usage(format!(
                 "{tokens} tokens; it was prepared for up to {max_tokens}"
             ))),
-            false => Ok(token),
+            false => Ok(()),
         }
     }
 
@@ -259,4 +382,35 @@ impl AllReduceRmsNorm {
             reason: format!("all-reduce with normalisation: {reason}"),
         }
     }
+}
+
+/// What normalises on a GPU, with a one-shot plan where calls may be small enough for one. Collective.
+fn on_gpu(
+    communicator: &Communicator,
+    options: &RmsNormOptions,
+    deadline: Instant,
+) -> Result<TokenNorm, CollectiveError> {
+    let RmsNormOptions {
+        dtype,
+        hidden,
+        epsilon,
+        max_tokens,
+    } = *options;
+    let tokens = Tokens {
+        dtype,
+        hidden: hidden as u32,
+        epsilon,
+    };
+    let ranks = communicator.world_size();
+    let most = gpu_one_shot_max(Collective::AllReduce, ranks).min(ONE_LAUNCH_MOST);
+    let most = (most / tokens.bytes()).min(max_tokens as u64) * tokens.bytes();
+    // Elements of 32 bits have no kernel for both.
+    let is_for = most > 0 && ranks > 1 && dtype.size() == 2;
+    let plan = match is_for {
+        true => Some(Algorithm::OneShot.plan(ranks, 1)?),
+        false => None,
+    };
+    let one_shot = plan.as_ref().map(|plan| (plan, most));
+    let endpoint = communicator.endpoint();
+    Ok(TokenNorm::prepare(endpoint, tokens, one_shot, deadline)?)
 }

@@ -78,7 +78,7 @@ const GPU_ONE_SHOT: [(u32, u64); 5] = [
 ///
 /// Of more than two ranks not measured but reckoned from what two have: each rank sends `n - 1` messages at 380 GB/s in
 /// one hop, or twice `(n - 1) / n` of one at 340 GB/s and two handshakes, which cost 5 us more.
-fn gpu_one_shot_max(collective: Collective, ranks: u32) -> u64 {
+pub(crate) fn gpu_one_shot_max(collective: Collective, ranks: u32) -> u64 {
     let sent = u64::from(ranks.max(2)) - 1;
     if collective != Collective::AllReduce {
         return GPU_ONE_SHOT_SENT / sent / 1024 * 1024;

@@ -7,13 +7,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Algorithm, CollectiveError, CommunicatorOptions, DataType, ReduceOp, run_in_threads_on,
+    Algorithm, AllReduceOptions, CollectiveError, CommunicatorOptions, DataType, ReduceOp,
+    RmsNormOptions, run_in_threads_on,
 };
 use crossweft_device::Raw;
 use crossweft_device::executor::Counters;
 use crossweft_device::fifo::{Fifo, TRIGGER_BYTES};
 use crossweft_device::gpu::bulk::{ALIGNMENT, BUFFERS};
-use crossweft_executor::{Buffers, Options, Prepared, RawBuffers};
+use crossweft_executor::{
+    Behind, Buffers, NormBuffers, NormScales, Options, Prepared, RawBuffers, TokenNorm, Tokens,
+};
 use crossweft_hal::Device;
 use crossweft_hal::cuda::{
     Argument, CompileOptions, Context, Driver, Event, Kernel, Module, PinnedMemory, Shape, Stream,
@@ -21,6 +24,7 @@ use crossweft_hal::cuda::{
 use crossweft_kernels::{
     GpuContext, MAX_FUSED, OneShot, bench, bench_module, channel, channel_module,
 };
+use crossweft_verify::{Pattern, fill};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const CALLS: u32 = 100;
@@ -365,6 +369,109 @@ fn a_one_shot_beside_the_executor_and_nvcc() {
                 most(2),
             );
         }
+    }
+}
+
+/// The all-reduce of tokens with what follows it: in one launch, in two, and the sums alone; plain, and with quantisation by
+/// group. All with a residual.
+#[test]
+fn tokens_with_normalisation() {
+    let Some(context) = context() else { return };
+    for (count, hidden) in [1, 8, 64].into_iter().flat_map(|n| [(n, 4096), (n, 8192)]) {
+        let rows: Vec<[(f64, f64); 5]> = run_in_threads_on(
+            |_| Ok(Device::Cuda(context.clone())),
+            2,
+            CommunicatorOptions { timeout: LIMIT },
+            |communicator| {
+                let stream = Stream::new(&context).unwrap();
+                let options = RmsNormOptions::new(DataType::Bf16, hidden, count);
+                let fused = communicator.all_reduce_rms_norm(options)?;
+                let (together, behind) = fused.on_cuda(count)?;
+                let tokens = Tokens {
+                    dtype: DataType::Bf16,
+                    hidden: hidden as u32,
+                    epsilon: options.epsilon,
+                };
+                let (endpoint, deadline) = (communicator.endpoint(), Instant::now() + LIMIT);
+                let apart = TokenNorm::prepare(endpoint, tokens, None, deadline)?;
+                let bytes = (count * hidden * 2) as u64;
+                let plain = AllReduceOptions::new(DataType::Bf16, ReduceOp::Sum, bytes);
+                let all_reduce = communicator.all_reduce(plain)?;
+                let (sums, piece) = all_reduce.select(bytes)?;
+                let (plan, piece) = (&**sums, piece as u64);
+                let apart_behind = Some(Behind { plan, piece });
+                let memory = communicator.device().allocate(6 * bytes)?;
+                let at = |k: u64| memory.addr() + k * bytes;
+                // Zeros take other ways through divisions than most numbers.
+                let mut numbers = vec![0; bytes as usize];
+                for (k, seed) in [(0, 1), (1, 2), (2, 3)] {
+                    let (dtype, op) = (DataType::Bf16, ReduceOp::Sum);
+                    fill(Pattern::Random, dtype, op, seed, 0, 1, &mut numbers);
+                    memory.write(k * bytes, &numbers)?;
+                }
+                let plain = NormBuffers {
+                    input: at(0),
+                    residual: Some(at(1)),
+                    weight: at(2),
+                    output: at(3),
+                    quantised: None,
+                };
+                let quantised = NormBuffers {
+                    quantised: Some((at(4), NormScales::PerGroup(at(5)))),
+                    ..plain
+                };
+                let line_up = || communicator.barrier().unwrap();
+                let time = |norm: &TokenNorm, behind, buffers: &NormBuffers<u64>| {
+                    let launch = |stream: &Stream| {
+                        // SAFETY: the memory is kept until the end, and so is what is prepared.
+                        let launched = unsafe {
+                            norm.launch_on_cuda(stream, behind, buffers, count as u32, LIMIT)
+                        };
+                        launched.unwrap();
+                    };
+                    in_graph(&stream, launch, line_up)
+                };
+                let alone = in_graph(
+                    &stream,
+                    |stream| {
+                        let buffers = RawBuffers {
+                            input: at(0),
+                            output: at(3),
+                            input_offset: 0,
+                            output_offset: 0,
+                            bytes,
+                        };
+                        // SAFETY: as above.
+                        unsafe { sums.launch_on_cuda(stream, &buffers, LIMIT) }.unwrap();
+                    },
+                    line_up,
+                );
+                let row = [
+                    time(together, behind, &plain),
+                    time(&apart, apart_behind, &plain),
+                    time(together, behind, &quantised),
+                    time(&apart, apart_behind, &quantised),
+                    alone,
+                ];
+                fused.check()?;
+                communicator.barrier()?;
+                Ok(row)
+            },
+        )
+        .unwrap();
+        let most = |of: usize| {
+            let p50 = rows.iter().map(|r| r[of].0).fold(0.0, f64::max);
+            let min = rows.iter().map(|r| r[of].1).fold(0.0, f64::max);
+            format!("{p50:.2} (min {min:.2})")
+        };
+        println!(
+            "{count:>2} tokens of {hidden}: one launch {} us, two {}; quantised by group {}, {}; sums alone {}",
+            most(0),
+            most(1),
+            most(2),
+            most(3),
+            most(4),
+        );
     }
 }
 

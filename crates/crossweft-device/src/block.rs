@@ -52,6 +52,41 @@ pub trait Block {
         x
     }
 
+    /// What `x` is on the thread of this one's warp whose index differs from this one's in the bits of `mask`, which is
+    /// below 32. All threads of the warp call it. A thread without others has no such neighbour, and gets its own.
+    fn warp_exchange(&self, x: u32, mask: u32) -> u32 {
+        let _ = mask;
+        x
+    }
+
+    /// Block: whether `x` holds on any thread of it.
+    fn any(&self, x: bool) -> bool {
+        x
+    }
+
+    /// Index of this thread's warp in its block: threads side by side that go on together.
+    fn warp(&self) -> u32 {
+        self.thread()
+    }
+
+    /// Warps in this block.
+    fn warps(&self) -> u32 {
+        self.threads()
+    }
+
+    /// Index of this thread in its warp.
+    fn lane(&self) -> u32 {
+        0
+    }
+
+    /// Threads in this warp.
+    fn lanes(&self) -> u32 {
+        1
+    }
+
+    /// Meets the other threads of this one's warp, and orders what they did before.
+    fn warp_sync(&self) {}
+
     /// Called between operations, so that a scheduler can interleave blocks at will.
     fn checkpoint(&self) {}
 }

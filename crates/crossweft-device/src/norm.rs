@@ -1,17 +1,52 @@
-//! RMS normalisation of one token, on the host: the leaves of a fused all-reduce.
+//! RMS normalisation of one token: what its numbers are, and the leaves of a fused all-reduce on the host. Those of a
+//! GPU are in [`crate::gpu::norm`].
 //!
-//! Accumulators are f32. Squares are summed in [`LANES`] lanes, lane `i` having elements `i`, `i + 8`, ... in
-//! order, and the lanes in pairs: the same bits whatever the machine's vectors are.
+//! Accumulators are f32. Squares are summed in one order on every machine, which suits vectors as well as threads:
+//! [`LANES`] lanes, lane `i` having elements `i`, `i + 8`, ...; each lane in [`COLUMNS`] columns, column `c` having
+//! every 512th of its elements from the `c`-th on, in order; then the columns of each lane in pairs of neighbours, and
+//! those sums in pairs, and so on; at last the lanes in the same way. Columns without elements are zero.
 
 /// Sums that are kept side by side.
 pub const LANES: usize = 8;
+
+/// Columns of a lane.
+pub const COLUMNS: usize = 512;
+
+/// Elements that share a scale where quantisation is by group.
+pub const GROUP: usize = 128;
+
+/// The largest number that a quantised element holds.
+const LARGEST: f32 = 448.0;
+
+/// The scale of a token whose largest magnitude is `largest`.
+#[inline(always)]
+#[must_use]
+pub fn token_scale(largest: f32) -> f32 {
+    (largest / LARGEST).max(1.0 / (LARGEST * 512.0))
+}
+
+/// The scale of a group whose largest magnitude is `largest`.
+#[inline(always)]
+#[must_use]
+pub fn group_scale(largest: f32) -> f32 {
+    largest.max(1e-10) / LARGEST
+}
+
+/// What the elements of a token are multiplied by, of whose `hidden` elements the squares have this sum; `sqrt` rounds
+/// correctly.
+#[inline(always)]
+#[must_use]
+#[allow(clippy::cast_precision_loss, reason = "few enough to be exact")]
+pub fn factor(squares: f32, hidden: u32, epsilon: f32, sqrt: impl Fn(f32) -> f32) -> f32 {
+    1.0 / sqrt(squares / hidden as f32 + epsilon)
+}
 
 #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 pub use host::HostNorm;
 
 #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
 mod host {
-    use super::LANES;
+    use super::{COLUMNS, LANES};
     use crate::dtype::DataType;
     use crate::element::{Bf16, Element, F8E4M3, F16};
     use crate::reduce::Isa;
@@ -147,20 +182,68 @@ mod host {
                     i += 1;
                 }
             }
-            let mut lanes = [0.0_f32; LANES];
-            let mut at = 0;
+            squares::<E>(x, n)
+        }
+    }
+
+    /// Columns that are summed at a time: as many as registers hold.
+    const BESIDE: usize = 16;
+
+    /// # Safety
+    /// `x` must be valid for `n` elements.
+    #[inline(always)]
+    unsafe fn squares<E: Element<Acc = f32>>(x: u64, n: usize) -> f32 {
+        let mut all = [[0.0_f32; LANES]; COLUMNS / BESIDE];
+        for (which, sum) in all.iter_mut().enumerate() {
+            let mut columns = [[0.0_f32; LANES]; BESIDE];
+            let mut at = which * BESIDE * LANES;
             while at < n {
-                for (lane, sum) in lanes.iter_mut().enumerate() {
-                    if at + lane < n {
-                        let value = load::<E>(x, at + lane);
+                let left = n - at;
+                if left >= BESIDE * LANES {
+                    for (column, lanes) in columns.iter_mut().enumerate() {
+                        for (lane, sum) in lanes.iter_mut().enumerate() {
+                            // SAFETY: the caller's promise; the index is below `n`.
+                            let value = unsafe { load::<E>(x, at + column * LANES + lane) };
+                            *sum += value * value;
+                        }
+                    }
+                } else {
+                    let sums = columns.as_flattened_mut().iter_mut().take(left);
+                    for (i, sum) in sums.enumerate() {
+                        // SAFETY: as above.
+                        let value = unsafe { load::<E>(x, at + i) };
                         *sum += value * value;
                     }
                 }
-                at += LANES;
+                at += COLUMNS * LANES;
             }
-            let [a, b, c, d, e, f, g, h] = lanes;
-            ((a + b) + (c + d)) + ((e + f) + (g + h))
+            *sum = in_pairs(columns);
         }
+        let [a, b, c, d, e, f, g, h] = in_pairs(all);
+        ((a + b) + (c + d)) + ((e + f) + (g + h))
+    }
+
+    /// The sum of columns, a power of two of them, lane by lane.
+    #[inline(always)]
+    #[allow(
+        clippy::indexing_slicing,
+        reason = "on the host, and every index is below N"
+    )]
+    fn in_pairs<const N: usize>(mut columns: [[f32; LANES]; N]) -> [f32; LANES] {
+        let mut left = N;
+        while left > 1 {
+            left /= 2;
+            let mut i = 0;
+            while i < left {
+                let mut lane = 0;
+                while lane < LANES {
+                    columns[i][lane] = columns[2 * i][lane] + columns[2 * i + 1][lane];
+                    lane += 1;
+                }
+                i += 1;
+            }
+        }
+        columns[0]
     }
 
     /// # Safety

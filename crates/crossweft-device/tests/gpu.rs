@@ -10,14 +10,19 @@ use common::{Guarded, HostBlock, Random, difference, reference};
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
 use crossweft_device::executor::{Counters, STOPPED_EPOCH};
 use crossweft_device::gpu::bulk::{self, ALIGNMENT, BUFFERS, Stage};
+use crossweft_device::gpu::fused::one_shot_norm::{self, Near};
 use crossweft_device::gpu::fused::{Tables, hop, one_shot, one_shot_lines, two_shot};
 use crossweft_device::gpu::lines::{self, PAIR, PAIR_PAYLOAD};
+use crossweft_device::gpu::norm::{At, NormElement, SLOT_BYTES, reduced, threads_of, token};
 use crossweft_device::gpu::reduce::GpuElement;
+use crossweft_device::gpu::wide::Piece;
 use crossweft_device::gpu::{
-    GpuContext, GpuReducer, Hop, MAX_FUSED, MAX_MOVES, OneShot, TABLE_BYTES, TwoShot, copy, packets,
+    GpuContext, GpuReducer, Hop, MAX_FUSED, MAX_MOVES, Norm, OneShot, OneShotNorm, Quantisation,
+    TABLE_BYTES, TwoShot, copy, packets,
 };
+use crossweft_device::norm::{GROUP, HostNorm, factor, group_scale, token_scale};
 use crossweft_device::packet::{PAYLOAD, WORD, copy_from_packets, copy_to_packets};
-use crossweft_device::reduce::{HostReducer, Location, Reducer, Sources};
+use crossweft_device::reduce::{HostReducer, Isa, Location, Reducer, Sources};
 use crossweft_device::semaphore::Semaphore;
 use crossweft_device::{Block, DataType, Memory, Raw, ReduceOp, Site, Stopped, WaitKind, Waiting};
 
@@ -34,8 +39,24 @@ struct Team {
     barrier: Barrier,
     worst: AtomicU32,
     votes: AtomicU32,
+    warps: Vec<Exchange>,
     threads: u32,
     patience: u32,
+}
+
+/// Where the threads of a warp hand each other words.
+struct Exchange {
+    barrier: Barrier,
+    words: [AtomicU32; 32],
+}
+
+impl Exchange {
+    fn new(threads: u32) -> Self {
+        Self {
+            barrier: Barrier::new(threads as usize),
+            words: Default::default(),
+        }
+    }
 }
 
 impl Team {
@@ -44,6 +65,9 @@ impl Team {
             barrier: Barrier::new(threads as usize),
             worst: AtomicU32::new(0),
             votes: AtomicU32::new(0),
+            warps: (0..threads.div_ceil(32))
+                .map(|warp| Exchange::new((threads - 32 * warp).min(32)))
+                .collect(),
             threads,
             patience,
         }
@@ -90,7 +114,10 @@ impl Block for Member<'_> {
             self.team.worst.fetch_max(stopped as u32, Ordering::SeqCst);
         }
         self.team.barrier.wait();
-        match self.team.worst.load(Ordering::SeqCst) {
+        let worst = self.team.worst.load(Ordering::SeqCst);
+        // Nobody brings anything to the next one before all have read.
+        self.team.barrier.wait();
+        match worst {
             0 => Ok(()),
             _ => Err(Stopped::Deadline),
         }
@@ -120,6 +147,17 @@ impl Block for Member<'_> {
         }
         self.team.barrier.wait();
         any
+    }
+
+    fn warp_exchange(&self, x: u32, mask: u32) -> u32 {
+        let warp = &self.team.warps[self.thread as usize / 32];
+        let lane = self.thread % 32;
+        warp.words[lane as usize].store(x, Ordering::SeqCst);
+        warp.barrier.wait();
+        let other = warp.words[(lane ^ mask) as usize].load(Ordering::SeqCst);
+        // Nobody writes again before all have read.
+        warp.barrier.wait();
+        other
     }
 
     fn wake(&self, _peer: u32) {}
@@ -1512,5 +1550,326 @@ fn a_hop_whose_peer_does_not_come_ends_its_wait() {
         unsafe { hop::direct(member, &launch, &own, (0, 9)) }
     });
     assert_eq!(outcomes, [Err(Stopped::Deadline); 2]);
+    assert_eq!(ranks.counters[0].word(0), 9);
+}
+
+const QUANTISATIONS: [Quantisation; 4] = [
+    Quantisation::None,
+    Quantisation::Static,
+    Quantisation::PerToken,
+    Quantisation::PerGroup,
+];
+
+/// Tokens, and what becomes of them: by the host's leaves, and by a GPU's.
+struct NormCase {
+    dtype: DataType,
+    hidden: usize,
+    tokens: usize,
+    residual: Option<Guarded>,
+    weight: Guarded,
+    output: Guarded,
+    values: Guarded,
+    scales: Guarded,
+}
+
+const EPSILON: f32 = 1e-5;
+const SCALE: f32 = 0.03;
+
+/// Elements of moderate size.
+fn moderate(random: &mut Random, dtype: DataType, elements: usize) -> Vec<u8> {
+    let number = |random: &mut Random| (random.below(1 << 16) as f32 - 32768.0) / 4096.0;
+    (0..elements)
+        .flat_map(|_| {
+            let x = number(random);
+            match dtype {
+                DataType::F32 => x.to_le_bytes().to_vec(),
+                DataType::F16 => half::f16::from_f32(x).to_le_bytes().to_vec(),
+                _ => half::bf16::from_f32(x).to_le_bytes().to_vec(),
+            }
+        })
+        .collect()
+}
+
+impl NormCase {
+    fn new(
+        random: &mut Random,
+        (dtype, hidden, tokens): (DataType, usize, usize),
+        with_residual: bool,
+        shift: usize,
+    ) -> Self {
+        let elements = hidden * tokens;
+        let mut holding = |elements| Guarded::holding(&moderate(random, dtype, elements), shift);
+        Self {
+            dtype,
+            hidden,
+            tokens,
+            residual: with_residual.then(|| holding(elements)),
+            weight: holding(hidden),
+            output: holding(elements),
+            values: Guarded::new(elements, shift),
+            scales: Guarded::new(4 * tokens * hidden.div_ceil(GROUP), 0),
+        }
+    }
+
+    fn norm(&mut self, quantisation: Quantisation) -> Norm {
+        let residual = self.residual.as_mut().map_or(0, Guarded::addr);
+        let (weight, output) = (self.weight.addr(), self.output.addr());
+        let values = self.values.addr();
+        let aligned = (residual | weight | output).is_multiple_of(16) && values.is_multiple_of(8);
+        Norm {
+            output,
+            residual,
+            weight,
+            values,
+            scales: self.scales.addr(),
+            tokens: self.tokens as u32,
+            hidden: self.hidden as u32,
+            epsilon: EPSILON,
+            scale: SCALE,
+            quantisation,
+            aligned: aligned.into(),
+        }
+    }
+
+    /// What the host's leaves make of tokens that have been summed: the output, the residual, the values and the scales.
+    fn expected(&self, sums: &[u8], quantisation: Quantisation) -> [Vec<u8>; 4] {
+        // SAFETY: every machine has these instructions.
+        let leaves = unsafe { HostNorm::with_isa(self.dtype, Isa::Baseline) }.unwrap();
+        let mut output = sums.to_vec();
+        let mut residual = self.residual.as_ref().map(|r| r.bytes().to_vec());
+        let mut values = self.values.bytes().to_vec();
+        let mut scales = self.scales.bytes().to_vec();
+        let (hidden, size) = (self.hidden, self.dtype.size());
+        let weight = self.weight.bytes().as_ptr() as u64;
+        let groups = hidden.div_ceil(GROUP);
+        for (token, x) in output.chunks_mut(hidden * size).enumerate() {
+            let x = x.as_mut_ptr() as u64;
+            let before = residual.as_mut().map_or(0, |residual| {
+                residual[token * hidden * size..].as_mut_ptr() as u64
+            });
+            let values = values[token * hidden..].as_mut_ptr() as u64;
+            // SAFETY: all have a token's elements.
+            unsafe {
+                let squares = leaves.add(x, before, hidden);
+                assert_eq!(squares.to_bits(), self.by_definition(x).to_bits());
+                let factor = factor(squares, hidden as u32, EPSILON, f32::sqrt);
+                leaves.weigh(x, weight, hidden, factor);
+                let mut scale = |index: usize, scale: f32| {
+                    scales[4 * index..4 * index + 4].copy_from_slice(&scale.to_le_bytes());
+                    scale
+                };
+                match quantisation {
+                    Quantisation::None => {}
+                    Quantisation::Static => leaves.quantise(values, x, hidden, SCALE),
+                    Quantisation::PerToken => {
+                        let scale = scale(token, token_scale(leaves.largest(x, hidden)));
+                        leaves.quantise(values, x, hidden, scale);
+                    }
+                    Quantisation::PerGroup => {
+                        for group in 0..groups {
+                            let at = group * GROUP;
+                            let n = (hidden - at).min(GROUP);
+                            let x = x + (at * size) as u64;
+                            let scale = group_scale(leaves.largest(x, n));
+                            leaves.quantise(values + at as u64, x, n, scale);
+                            scales[4 * (token * groups + group)..][..4]
+                                .copy_from_slice(&scale.to_le_bytes());
+                        }
+                    }
+                }
+            }
+        }
+        [output, residual.unwrap_or_default(), values, scales]
+    }
+
+    /// The sum of a token's squares, in the order of its definition.
+    fn by_definition(&self, x: u64) -> f32 {
+        let mut columns = vec![[0.0_f32; 8]; 512];
+        for i in 0..self.hidden {
+            // SAFETY: a token's elements.
+            let x = unsafe {
+                match self.dtype {
+                    DataType::F32 => (x as *const f32).add(i).read_unaligned(),
+                    DataType::F16 => (x as *const half::f16).add(i).read_unaligned().to_f32(),
+                    _ => (x as *const half::bf16).add(i).read_unaligned().to_f32(),
+                }
+            };
+            columns[i / 8 % 512][i % 8] += x * x;
+        }
+        while columns.len() > 1 {
+            let pairs = columns.chunks(2);
+            columns = pairs
+                .map(|pair| std::array::from_fn(|lane| pair[0][lane] + pair[1][lane]))
+                .collect();
+        }
+        let mut lanes = columns[0].to_vec();
+        while lanes.len() > 1 {
+            lanes = lanes.chunks(2).map(|pair| pair[0] + pair[1]).collect();
+        }
+        lanes[0]
+    }
+
+    fn check(&self, expected: &[Vec<u8>; 4], what: &str) {
+        let residual = self.residual.as_ref();
+        let residual = residual.map_or(&[][..], |residual| residual.bytes());
+        let found = [
+            self.output.bytes(),
+            residual,
+            self.values.bytes(),
+            self.scales.bytes(),
+        ];
+        let names = ["output", "residual", "values", "scales"];
+        for ((found, expected), name) in found.iter().zip(expected).zip(names) {
+            let differ = found.iter().zip(expected).position(|(a, b)| a != b);
+            assert_eq!(differ, None, "{what}: {name}");
+        }
+        let mut all = vec![&self.output, &self.weight, &self.values, &self.scales];
+        all.extend(&self.residual);
+        assert!(all.iter().all(|memory| memory.intact()), "{what}");
+    }
+}
+
+/// Tokens that have been summed, by two thread blocks, as the kernel that only normalises does it.
+fn norms_tokens<E: NormElement>(dtype: DataType, hidden: usize, tokens: usize, shift: usize) {
+    let mut random = Random(hidden as u64);
+    for quantisation in QUANTISATIONS {
+        for with_residual in [false, true] {
+            let shape = (dtype, hidden, tokens);
+            let mut case = NormCase::new(&mut random, shape, with_residual, shift);
+            let expected = case.expected(&case.output.bytes().to_vec(), quantisation);
+            let norm = case.norm(quantisation);
+            for block in 0..2 {
+                let mut slots = vec![0_u32; 2 * SLOT_BYTES / 4];
+                let slots = slots.as_mut_ptr() as u64;
+                let outcomes = Team::new(threads_of(hidden as u32), 0).run(|member| {
+                    let mut turn = 0;
+                    for of in (block..tokens as u32).step_by(2) {
+                        let at = At {
+                            token: of,
+                            slots: slots + turn * SLOT_BYTES as u64,
+                            stage: 0,
+                        };
+                        turn ^= 1;
+                        // SAFETY: the launch is laid out for these buffers.
+                        unsafe {
+                            token::<_, E, false>(member, &norm, at, |place| {
+                                Ok(reduced::<_, E>(member, &norm, of, place))
+                            })?;
+                        }
+                    }
+                    Ok::<_, Stopped>(())
+                });
+                assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+            }
+            let what = format!("{dtype} {hidden} {quantisation:?} {with_residual} {shift}");
+            case.check(&expected, &what);
+        }
+    }
+}
+
+#[test]
+fn normalised_tokens_have_the_hosts_bits() {
+    norms_tokens::<f32>(DataType::F32, 136, 3, 0);
+    norms_tokens::<f32>(DataType::F32, 264, 2, 4);
+    norms_tokens::<Bf16>(DataType::Bf16, 520, 3, 0);
+    norms_tokens::<Bf16>(DataType::Bf16, 8, 4, 2);
+    norms_tokens::<F16>(DataType::F16, 256, 2, 6);
+    norms_tokens::<F16>(DataType::F16, 4360, 1, 0);
+    norms_tokens::<Bf16>(DataType::Bf16, 12_296, 1, 0);
+}
+
+/// Launches of all ranks, blocks and threads at once, across an epoch that ends with clearing.
+fn one_shot_norms<E: NormElement<Packed = Piece> + GpuElement>(
+    dtype: DataType,
+    (hidden, tokens, blocks): (usize, usize, u64),
+) {
+    let mut random = Random(17);
+    let first = (1 << 18) - 2;
+    let mut ranks = FusedRanks::new(first);
+    let bytes = (hidden * tokens * dtype.size()) as u64;
+    let calls = QUANTISATIONS
+        .into_iter()
+        .flat_map(|q| [(q, false), (q, true)]);
+    for (epoch, (quantisation, with_residual)) in (first..).zip(calls) {
+        let shape = (dtype, hidden, tokens);
+        let data: Vec<_> = (0..FUSED_RANKS)
+            .map(|_| moderate(&mut random, dtype, hidden * tokens))
+            .collect();
+        for (input, data) in ranks.inputs.iter_mut().zip(&data) {
+            // SAFETY: it has room for the largest message.
+            unsafe { Raw.copy(input.addr(), data.as_ptr() as u64, bytes) };
+        }
+        let sums = reference(dtype, ReduceOp::Sum, FUSED_RANKS, &data);
+        let seed = random.next();
+        // The same on every rank.
+        let mut cases: Vec<_> = (0..FUSED_RANKS)
+            .map(|_| NormCase::new(&mut Random(seed), shape, with_residual, 0))
+            .collect();
+        let expected = cases[0].expected(&sums, quantisation);
+        let launches: Vec<_> = (0..FUSED_RANKS)
+            .zip(&mut cases)
+            .map(|(rank, case)| OneShotNorm {
+                one_shot: ranks.launch(rank, ReduceOp::Sum, bytes, blocks),
+                norm: case.norm(quantisation),
+            })
+            .collect();
+        assert!(launches.iter().all(|launch| launch.norm.aligned != 0));
+        std::thread::scope(|scope| {
+            for launch in &launches {
+                for index in 0..blocks as u32 {
+                    scope.spawn(move || {
+                        let mut slots = vec![0_u32; 2 * SLOT_BYTES / 4];
+                        let mut stage = vec![0_u128; hidden * dtype.size() / 16];
+                        let near = Near {
+                            stage: stage.as_mut_ptr() as u64,
+                            slots: slots.as_mut_ptr() as u64,
+                        };
+                        let team = Team::new(threads_of(hidden as u32), 1 << 20);
+                        let outcomes = team.run(|member| {
+                            let (at, tables) = ((index, epoch), own(&launch.one_shot));
+                            // SAFETY: the launch is laid out for these buffers.
+                            unsafe { one_shot_norm::run::<_, E>(member, launch, &tables, at, near) }
+                        });
+                        assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+                    });
+                }
+            }
+        });
+        for (rank, case) in cases.iter().enumerate() {
+            let what = format!("{dtype} {hidden} {quantisation:?} {with_residual}, rank {rank}");
+            case.check(&expected, &what);
+            assert_eq!(ranks.counters[rank].word(0), epoch + 1);
+            assert!(ranks.packets[rank].intact());
+        }
+    }
+}
+
+#[test]
+fn one_shots_that_normalise_have_the_hosts_bits() {
+    one_shot_norms::<Bf16>(DataType::Bf16, (264, 5, 2));
+    one_shot_norms::<F16>(DataType::F16, (136, 3, 3));
+}
+
+/// Two of three ranks have not come; the third one's thread blocks are two warps.
+#[test]
+fn a_one_shot_that_normalises_ends_its_wait() {
+    let mut ranks = FusedRanks::new(9);
+    let mut case = NormCase::new(&mut Random(1), (DataType::Bf16, 264, 1), true, 0);
+    let launch = OneShotNorm {
+        one_shot: ranks.launch(0, ReduceOp::Sum, 528, 1),
+        norm: case.norm(Quantisation::PerToken),
+    };
+    let mut slots = vec![0_u32; 2 * SLOT_BYTES / 4];
+    let mut stage = vec![0_u128; 33];
+    let near = Near {
+        stage: stage.as_mut_ptr() as u64,
+        slots: slots.as_mut_ptr() as u64,
+    };
+    let outcomes = Team::new(64, 5).run(|member| {
+        let tables = own(&launch.one_shot);
+        // SAFETY: the launch is laid out for these buffers.
+        unsafe { one_shot_norm::run::<_, Bf16>(member, &launch, &tables, (0, 9), near) }
+    });
+    assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
     assert_eq!(ranks.counters[0].word(0), 9);
 }

@@ -1409,12 +1409,34 @@ fn a_refusal_is_heard_by_the_sender_with_both_sizes() {
 struct LoomRows;
 
 impl moe::rows::Rows for LoomRows {
-    unsafe fn sum<B: Block>(&self, block: &B, to: u64, terms: &[moe::rows::Term], elements: u64) {
+    const SEGMENT: u64 = u64::MAX;
+
+    unsafe fn scatter<B: Block>(
+        &self,
+        block: &B,
+        (most, to): (u32, impl Fn(u32) -> u64),
+        from: u64,
+        bytes: u64,
+    ) {
+        for to in (0..most).map(to).filter(|&to| to != 0) {
+            // SAFETY: the caller's promise.
+            unsafe { block.memory().copy(to, from, bytes) };
+        }
+    }
+
+    unsafe fn sum<B: Block>(
+        &self,
+        block: &B,
+        to: u64,
+        (most, term): (u32, impl Fn(u32) -> moe::rows::Term),
+        elements: u64,
+    ) {
         for at in (0..elements).map(|i| 8 * i) {
             // SAFETY: the caller's promise.
             unsafe {
-                let words = terms
-                    .iter()
+                let words = (0..most)
+                    .map(&term)
+                    .filter(|term| term.address != 0)
                     .map(|term| block.memory().read::<u64>(term.address + at));
                 let sum: u64 = words.sum();
                 block.memory().write(to + at, sum);
@@ -1445,13 +1467,13 @@ enum Moe {
 }
 
 /// Words of a rank's tables, and where they are.
-const MOE_TABLES: u64 = 32;
+const MOE_TABLES: u64 = 61;
 const MEMORIES: u64 = 0;
 const MASKED: u64 = 2;
 /// The state's words are a line apart; what else is small lies between.
 const STATE: u64 = 4;
-const BLOCK_ROWS: u64 = 5;
-const BLOCK_EXPERTS: u64 = 6;
+const RETURNS: u64 = 5;
+const TOTALS: u64 = 6;
 const EXPERTS: u64 = 7;
 const WEIGHTS: u64 = 8;
 const SLOTS: u64 = 9;
@@ -1459,7 +1481,6 @@ const SENT_ROWS: u64 = 10;
 const RECEIVED: u64 = 11;
 const COUNTS: u64 = 13;
 const BEGINS: u64 = 14;
-const CURSORS: u64 = 15;
 const MOE_BASES: u64 = 16;
 const OFFSETS: u64 = 17;
 const TOKEN: u64 = 18;
@@ -1467,6 +1488,8 @@ const SUM: u64 = 19;
 const POSITIONS: u64 = 21;
 const RECEIVED_WEIGHTS: u64 = 23;
 const ROWS: u64 = 25;
+/// Behind the last line of the state.
+const MARKS: u64 = 53;
 
 impl Moe {
     const GEOMETRY: moe::Geometry = moe::Geometry {
@@ -1483,11 +1506,13 @@ impl Moe {
 
     fn memory() -> LoomMemory {
         assert_eq!(Self::MEMORY, 8 * (2 + 2 * 2 * (1 + 1 + 1 + 1)));
+        assert_eq!(STATE + 8 * (moe::STATE_LINES as u64 - 1) + 1, MARKS);
+        assert_eq!(MARKS + 2 * Self::GEOMETRY.mark_words(1), MOE_TABLES);
         let shared = (0..Self::MEMORY).map(|word| match (word / 8).checked_sub(2) {
             None => true,
             Some(line) => matches!(line % 4, 0 | 1),
         });
-        let is_atomic = |word| matches!(word, MASKED | 3 | STATE | 12 | 20);
+        let is_atomic = |word| word >= MARKS || word >= STATE && (word - STATE).is_multiple_of(8);
         let tables = (0..MOE_TABLES).map(is_atomic);
         LoomMemory::mixed(
             shared
@@ -1524,9 +1549,10 @@ impl Moe {
             memories: table(MEMORIES),
             masked: table(MASKED),
             state: table(STATE),
-            block_rows: table(BLOCK_ROWS),
-            block_experts: table(BLOCK_EXPERTS),
+            marks: table(MARKS),
+            returns: table(RETURNS),
             staging: 0,
+            staging_bytes: 0,
             salt: 7,
             rank: me as u32,
             blocks: 1,
@@ -1539,11 +1565,12 @@ impl Moe {
             received: table(RECEIVED),
             counts: table(COUNTS),
             begins: table(BEGINS),
-            cursors: table(CURSORS),
+            totals: table(TOTALS),
             bases: table(MOE_BASES),
             offsets: table(OFFSETS),
             positions: table(POSITIONS),
             received_weights: table(RECEIVED_WEIGHTS),
+            stride: 0,
             tokens: 1,
             top_k: 2,
             placement: moe::Placement::ExpertMajor,
@@ -1646,8 +1673,8 @@ impl Rank {
         };
         // SAFETY: the caller's promise.
         unsafe {
-            moe::dispatch::count(block, group, routes, Self::DISPATCH, 0).unwrap();
-            moe::dispatch::receive(block, group, routes, &output, 0).unwrap();
+            moe::dispatch::count(block, group, routes, Self::DISPATCH).unwrap();
+            moe::dispatch::receive(block, &LoomRows, group, routes, &output, 0).unwrap();
         }
         for rank in 0..2 {
             let found = read(block.memory(), self.table(ROWS + rank));

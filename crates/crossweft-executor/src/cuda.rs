@@ -14,7 +14,8 @@ use crossweft_hal::cuda::{
 };
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::{
-    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, PlanLaunch, entries, hop_module, plan_module,
+    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, OneShot, PlanLaunch, entries, hop_module,
+    plan_module,
 };
 
 use crate::ExecutorError;
@@ -116,6 +117,22 @@ impl CudaLauncher {
     fn sends_lines(&self) -> bool {
         let fused = self.fused.as_ref();
         fused.is_some_and(|(fused, ..)| fused.sends_lines())
+    }
+
+    /// What its launch in one piece would have for a parameter, if it is a one-shot plan that sends packets, and the
+    /// buffers are aligned.
+    pub(crate) fn one_shot(
+        &self,
+        program: &Program,
+        launch: &Launch,
+        limit: Duration,
+    ) -> Option<OneShot> {
+        let (fused, ..) = self.fused.as_ref()?;
+        let context = self.guard.context(limit);
+        match fused.launch(program, launch, context, self.op)? {
+            Parameter::OneShot(parameter) if !fused.sends_lines() => Some(parameter),
+            _ => None,
+        }
     }
 
     /// Threads of a block.

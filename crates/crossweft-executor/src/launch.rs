@@ -128,7 +128,39 @@ impl Prepared {
         if buffers.bytes == 0 {
             return Ok(());
         }
-        let (launch, bytes) = (buffers.launch(), buffers.bytes);
+        let launch = buffers.launch();
+        self.in_turn(buffers.bytes, limit, |machine, guard| match machine {
+            Machine::Cpu { grid, reducer } => {
+                let launch = match &self.pre_multiplier {
+                    None => launch,
+                    // SAFETY: the caller vouches for the buffers; this has the turn.
+                    Some(multiplier) => unsafe { multiplier.multiply(&launch) },
+                };
+                let context = self.endpoint.context(guard);
+                // SAFETY: the program was prepared for this process, its tables live in `self`, the
+                // grid runs each block once and launches follow one another; the caller vouches
+                // for the buffers.
+                let result = grid.launch(&context, &|block, index| unsafe {
+                    run_block(block, reducer, &self.program, &launch, index)
+                });
+                result.map_err(|interrupted| self.explain(&interrupted, guard))
+            }
+            Machine::Cuda(launcher) => {
+                // SAFETY: as above, on the device; this returns when the kernel has ended.
+                self.launch_and_wait(launcher, limit, guard, |stream| unsafe {
+                    self.enqueue(launcher, stream, &launch, limit)
+                })
+            }
+        })
+    }
+
+    /// Has `body` launch a call of `bytes` bytes and wait for it, when the launches before it have ended.
+    pub(crate) fn in_turn(
+        &self,
+        bytes: u64,
+        limit: Duration,
+        body: impl FnOnce(&mut Machine, &Guard<'_>) -> Result<(), ExecutorError>,
+    ) -> Result<(), ExecutorError> {
         let guard = Guard::new(&self.endpoint, limit).of_call(&self.call);
         // Launches of one plan follow one another, whichever threads they come from.
         let Some(mut machine) = self.machine.take(limit) else {
@@ -136,27 +168,7 @@ impl Prepared {
         };
         self.check_whole()?;
         self.call.begin(&self.endpoint, bytes);
-        let result = match &mut *machine {
-            Machine::Cpu { grid, reducer } => {
-                let launch = match &self.pre_multiplier {
-                    None => launch,
-                    // SAFETY: the caller vouches for the buffers; this has the turn.
-                    Some(multiplier) => unsafe { multiplier.multiply(&launch) },
-                };
-                let context = self.endpoint.context(&guard);
-                // SAFETY: the program was prepared for this process, its tables live in `self`, the
-                // grid runs each block once and launches follow one another; the caller vouches
-                // for the buffers.
-                let result = grid.launch(&context, &|block, index| unsafe {
-                    run_block(block, reducer, &self.program, &launch, index)
-                });
-                result.map_err(|interrupted| self.explain(&interrupted, &guard))
-            }
-            Machine::Cuda(launcher) => {
-                // SAFETY: as above, on the device; this returns when the kernel has ended.
-                unsafe { self.launch_and_wait(launcher, &launch, limit, &guard) }
-            }
-        };
+        let result = body(&mut machine, &guard);
         // A failed call stays on the board: the peers are still to read it.
         match result {
             Ok(()) => self.call.end(&self.endpoint),
@@ -174,14 +186,13 @@ impl Prepared {
         Ok(())
     }
 
-    /// # Safety
-    /// As for [`launch`](Self::launch), of a program prepared for the launcher's device.
-    unsafe fn launch_and_wait(
+    /// Has `enqueue` launch on a stream, and waits for that.
+    pub(crate) fn launch_and_wait(
         &self,
         launcher: &CudaLauncher,
-        launch: &Launch,
         limit: Duration,
         guard: &Guard<'_>,
+        enqueue: impl FnOnce(&cuda::Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecutorError> {
         let stream = &launcher.stream().map_err(|error| self.device(error))?;
         let failed = || {
@@ -189,8 +200,7 @@ impl Prepared {
                 || guard.finds_other_size()
                 || guard.is_interrupted()
         };
-        // SAFETY: the caller's promise.
-        unsafe { self.enqueue(launcher, stream, launch, limit) }
+        enqueue(stream)
             .and_then(|()| launcher.wait(stream, limit, failed))
             .map_err(|error| self.device(error))?;
         match launcher.interrupted() {
@@ -265,6 +275,19 @@ impl Prepared {
         if buffers.bytes == 0 {
             return Ok(());
         }
+        let launch = buffers.launch();
+        // SAFETY: the caller's promise.
+        self.with_cuda(limit, |launcher| unsafe {
+            self.enqueue(launcher, stream, &launch, limit)
+        })
+    }
+
+    /// Has `body` launch something, which does not wait for it.
+    pub(crate) fn with_cuda<T>(
+        &self,
+        limit: Duration,
+        body: impl FnOnce(&CudaLauncher) -> Result<T, CudaError>,
+    ) -> Result<T, ExecutorError> {
         self.check_whole()?;
         let Some(machine) = self.machine.take(limit) else {
             return Err(self.usage(format!("another launch of it still runs after {limit:?}")));
@@ -272,10 +295,7 @@ impl Prepared {
         let Machine::Cuda(launcher) = &*machine else {
             return Err(self.usage("it was prepared for the CPU device".to_owned()));
         };
-        let launch = buffers.launch();
-        // SAFETY: the caller's promise.
-        unsafe { self.enqueue(launcher, stream, &launch, limit) }
-            .map_err(|error| self.device(error))
+        body(launcher).map_err(|error| self.device(error))
     }
 
     /// Whether every launch that has ended, ended well; does not block. Ask after the stream has
@@ -319,6 +339,8 @@ impl Prepared {
         let name = self
             .op_names
             .get(block as usize)
+            // Kernels of their own may have more blocks than the plan, all alike.
+            .or(self.op_names.first())
             .and_then(|ops| ops.get(op as usize));
         let op = match name {
             Some(name) if op != Site::NO_OP => format!("{op} ({name})"),

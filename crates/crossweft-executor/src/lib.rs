@@ -11,7 +11,7 @@
 //! no call of the peer.
 //!
 //! `unsafe` is confined to the modules `launch` and `exchange`, which hand tables to the device code, `cuda` and
-//! `staged`, which do so on a GPU, `one_sided`, `pre_multiply`, and `turn`.
+//! `staged` and `norm`, which do so on a GPU, `one_sided`, `pre_multiply`, and `turn`.
 #![deny(missing_docs, unsafe_code)]
 
 mod cuda;
@@ -19,6 +19,7 @@ mod error;
 mod exchange;
 mod fused;
 mod launch;
+mod norm;
 mod one_sided;
 mod pre_multiply;
 mod prepared;
@@ -34,6 +35,7 @@ pub use exchange::{
 };
 pub use fused::fused_form;
 pub use launch::RawBuffers;
+pub use norm::{Behind, NormBuffers, NormScales, TokenNorm, Tokens};
 pub use one_sided::OneSided;
 pub use pre_multiply::Scalar;
 pub use prepared::{Buffers, Options, Prepared};

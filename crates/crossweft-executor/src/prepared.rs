@@ -58,6 +58,8 @@ pub struct Options {
     /// Whether a GPU may run a plan of a form that it has an own kernel for with that, as usual, or is to
     /// use the executor for it too, for tests and measurements.
     pub fused: bool,
+    /// Whether one shots of large messages may go in lines instead of packets where the machine keeps them, as usual.
+    pub lines: bool,
     /// The first epoch, at least 1. Anything but 1 is for tests of what happens near a wrap.
     pub first_epoch: u64,
 }
@@ -76,6 +78,7 @@ impl Options {
             schedule,
             threads: None,
             fused: true,
+            lines: true,
             first_epoch: 1,
         }
     }
@@ -111,7 +114,8 @@ fn machine(
                 plan: plan.name.clone(),
                 source,
             };
-            let lines = endpoint.keeps_lines() && has_lines(plan, options.max_bytes);
+            let lines =
+                options.lines && endpoint.keeps_lines() && has_lines(plan, options.max_bytes);
             let fused = match options.fused {
                 true => Fused::of(plan, rank, memories, lines).map_err(channel)?,
                 false => None,
@@ -521,7 +525,7 @@ impl Prepared {
         })
     }
 
-    fn check_range(
+    pub(crate) fn check_range(
         &self,
         what: &str,
         size: u64,
@@ -584,7 +588,7 @@ impl Prepared {
     }
 
     /// Whether `memory` is of the device that the plan runs on.
-    fn check_device(&self, what: &str, memory: &Memory) -> Result<(), ExecutorError> {
+    pub(crate) fn check_device(&self, what: &str, memory: &Memory) -> Result<(), ExecutorError> {
         match (self.endpoint.device(), memory) {
             (Device::Cpu, Memory::Cpu(_)) | (Device::Cuda(_), Memory::Cuda(_)) => Ok(()),
             (device, _) => Err(self.usage(format!(
@@ -706,9 +710,11 @@ fn statement(plan: &Plan, options: &Options) -> String {
         buffers,
         first_epoch,
         fused,
+        lines,
         ..
     } = options;
     let by = if *fused { "" } else { " by the executor" };
+    let by = by.to_owned() + if *lines { "" } else { " in packets" };
     let op = operation(options);
     let buffers = match buffers {
         Buffers::Private => "private buffers".to_owned(),

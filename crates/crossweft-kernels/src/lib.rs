@@ -2,7 +2,8 @@
 //! to it.
 //!
 //! A module of PTX for each data type holds the plan executor, for every operation; others hold plans that move blocks and
-//! reduce nothing, one multiplies elements before a sum, and two hold kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
+//! reduce nothing, multiply elements before a sum, normalise tokens, exchange messages, dispatch and combine the tokens of a mixture
+//! of experts, and two hold kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
 //! needs a CUDA toolkit. They are made by `cargo xtask kernels` from the sources in `kernels/`, and
 //! checked by `cargo xtask kernels --check`.
 //!
@@ -13,18 +14,19 @@
 //! program's. For several ranks in one grid, pass the address of their plans in device memory (the
 //! first parameter is then not read, but must be there); the grid's second dimension is the rank,
 //! its first the largest number of blocks, and such a grid must be launched cooperatively. Blocks
-//! are one-dimensional, a multiple of 32 and at most [`MAX_THREADS`] threads. There is no dynamic
+//! are one-dimensional, a multiple of 32 and at most [`MAX_THREADS`] threads ([`Module::threads`]). There is no dynamic
 //! shared memory.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
 use crossweft_device::DataType;
 pub use crossweft_device::gpu::{
-    ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, MAX_OPERANDS, OneShot,
-    OneShotLaunch, OneShotScatter, PlanLaunch, Scale, SignalLaunch, StatusRecord, TwoShot,
+    ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, MAX_OPERANDS, Norm, OneShot,
+    OneShotLaunch, OneShotNorm, OneShotScatter, PlanLaunch, Quantisation, Scale, SignalLaunch,
+    StatusRecord, TwoShot,
 };
 
-/// Threads of a block, at most (`.maxntid`): what registers are there for, so that nothing is
+/// Threads of a block, at most, but where a module says otherwise: what registers are there for, so that nothing is
 /// spilled.
 pub const MAX_THREADS: u32 = 384;
 
@@ -49,13 +51,25 @@ pub struct Module {
     pub ptx: &'static str,
     /// Every entry point.
     pub entries: &'static [&'static str],
+    /// Threads of a block, at most (`.maxntid`).
+    pub threads: u32,
+}
+
+impl Module {
+    /// Registers of a thread that it must be compiled for, at most: see [`MAX_REGISTERS`].
+    #[must_use]
+    pub const fn registers(&self) -> u32 {
+        let most = (1 << 16) / self.threads / 8 * 8;
+        // What instructions have bits for.
+        if most > 248 { 248 } else { most }
+    }
 }
 
 macro_rules! modules {
     ($($dtype:ident, $name:literal;)*) => {
-        /// All modules: one for each data type, in the order of [`DataType::ALL`], then those that move blocks, the
-        /// one that multiplies elements of any type, the one that exchanges messages, those that also reduce them, and
-        /// those for tests and measurements.
+        /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one that moves blocks, the
+        /// one that multiplies elements of any type, the one that normalises tokens, the one that exchanges messages, those
+        /// that also reduce them, and those for tests and measurements.
         pub const MODULES: &[Module] = &[
             $(Module {
                 name: $name,
@@ -69,6 +83,7 @@ macro_rules! modules {
                     concat!("crossweft_one_shot_lines_", $name),
                     concat!("crossweft_two_shot_", $name),
                 ],
+                threads: MAX_THREADS,
             },)*
             Module {
                 name: HOP,
@@ -76,6 +91,7 @@ macro_rules! modules {
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/hop.sm_80.ptx"),
                 entries: &[HOP_PACKETS, HOP_DIRECT],
+                threads: MAX_THREADS,
             },
             Module {
                 name: SCALE,
@@ -83,6 +99,23 @@ macro_rules! modules {
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/scale.sm_80.ptx"),
                 entries: &[$(concat!("crossweft_scale_", $name),)*],
+                threads: MAX_THREADS,
+            },
+            Module {
+                name: NORM,
+                family: NORM,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/norm.sm_80.ptx"),
+                entries: &norm::ALL,
+                threads: norm::MOST_THREADS,
+            },
+            Module {
+                name: MOE,
+                family: MOE,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/moe.sm_80.ptx"),
+                entries: &moe::ALL,
+                threads: MAX_THREADS,
             },
             Module {
                 name: EXCHANGE,
@@ -90,6 +123,7 @@ macro_rules! modules {
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/exchange.sm_80.ptx"),
                 entries: &[EXCHANGE_ENTRY, SIGNAL_ENTRY],
+                threads: MAX_THREADS,
             },
             $(Module {
                 name: concat!("exchange_", $name),
@@ -97,6 +131,7 @@ macro_rules! modules {
                 sm: 80,
                 ptx: include_str!(concat!("../../../kernels/ptx/exchange_", $name, ".sm_80.ptx")),
                 entries: &[concat!("crossweft_exchange_", $name)],
+                threads: MAX_THREADS,
             },)*
             Module {
                 name: BENCH,
@@ -104,6 +139,7 @@ macro_rules! modules {
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/bench.sm_80.ptx"),
                 entries: &bench::ALL,
+                threads: MAX_THREADS,
             },
             Module {
                 name: CHANNEL,
@@ -111,6 +147,7 @@ macro_rules! modules {
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/channel.sm_80.ptx"),
                 entries: &channel::ALL,
+                threads: MAX_THREADS,
             },
             Module {
                 name: CHANNEL,
@@ -118,6 +155,7 @@ macro_rules! modules {
                 sm: 90,
                 ptx: include_str!("../../../kernels/ptx/channel.sm_90.ptx"),
                 entries: &channel::ALL,
+                threads: MAX_THREADS,
             },
         ];
 
@@ -169,6 +207,7 @@ pub const HOP_PACKETS: &str = "crossweft_hop_packets";
 
 /// The same straight between buffers.
 pub const HOP_DIRECT: &str = "crossweft_hop_direct";
+
 /// Family of the modules that run plans.
 const PLAN: &str = "plan";
 
@@ -183,6 +222,12 @@ const SIGNAL_ENTRY: &str = "crossweft_signal";
 
 /// Name of the module that multiplies elements.
 const SCALE: &str = "scale";
+
+/// Name of the module for mixtures of experts.
+const MOE: &str = "moe";
+
+/// Name of the module that normalises tokens.
+const NORM: &str = "norm";
 
 /// Name of the module for tests and measurements.
 const BENCH: &str = "bench";
@@ -267,6 +312,18 @@ pub fn signal_module(sm: u32) -> Option<(&'static Module, &'static str)> {
     Some((find(EXCHANGE, sm)?, SIGNAL_ENTRY))
 }
 
+/// The module that dispatches and combines tokens of a mixture of experts, whose entry points are in [`mod@moe`].
+#[must_use]
+pub fn moe_module(sm: u32) -> Option<&'static Module> {
+    find(MOE, sm)
+}
+
+/// The module that normalises tokens, whose entry points are in [`mod@norm`].
+#[must_use]
+pub fn norm_module(sm: u32) -> Option<&'static Module> {
+    find(NORM, sm)
+}
+
 /// The module for tests and measurements, whose entry points are in [`mod@bench`].
 #[must_use]
 pub fn bench_module(sm: u32) -> Option<&'static Module> {
@@ -285,6 +342,102 @@ fn find(name: &str, sm: u32) -> Option<&'static Module> {
         .iter()
         .filter(|module| module.name == name && module.sm <= sm)
         .max_by_key(|module| module.sm)
+}
+
+/// Entry points of [`moe_module`]. Each takes its launch by value; the grid has one block for each of the group's, which
+/// wait for each other.
+pub mod moe {
+    use crossweft_device::DataType;
+    pub use crossweft_device::gpu::moe::{CombineLaunch, DispatchLaunch, steps};
+
+    /// Entry points for tokens of one type.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Entries {
+        /// Takes a [`DispatchLaunch`].
+        pub dispatch: &'static str,
+        /// Takes a [`CombineLaunch`].
+        pub combine: &'static str,
+    }
+
+    const BF16: Entries = Entries {
+        dispatch: "crossweft_moe_dispatch_bf16",
+        combine: "crossweft_moe_combine_bf16",
+    };
+    const F16: Entries = Entries {
+        dispatch: "crossweft_moe_dispatch_f16",
+        combine: "crossweft_moe_combine_f16",
+    };
+    const F32: Entries = Entries {
+        dispatch: "crossweft_moe_dispatch_f32",
+        combine: "crossweft_moe_combine_f32",
+    };
+
+    /// Those for tokens of `dtype`; `None` if there are none.
+    #[must_use]
+    pub const fn entries(dtype: DataType) -> Option<Entries> {
+        match dtype {
+            DataType::Bf16 => Some(BF16),
+            DataType::F16 => Some(F16),
+            DataType::F32 => Some(F32),
+            _ => None,
+        }
+    }
+
+    /// Every one of them.
+    pub(crate) const ALL: [&str; 6] = [
+        BF16.dispatch,
+        BF16.combine,
+        F16.dispatch,
+        F16.combine,
+        F32.dispatch,
+        F32.combine,
+    ];
+}
+
+/// Entry points of [`norm_module`]. Thread blocks have [`threads_of`] threads.
+pub mod norm {
+    use crossweft_device::DataType;
+    pub use crossweft_device::gpu::norm::{MOST_THREADS, threads_of};
+
+    /// Entry points of a data type.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Entries {
+        /// Normalises tokens that have been reduced: takes a [`Norm`](crate::Norm) by value; any number of thread
+        /// blocks.
+        pub norm: &'static str,
+        /// Runs a one-shot plan and normalises, in one piece: takes a [`OneShotNorm`](crate::OneShotNorm) by value; as
+        /// many thread blocks as its counters say. Of 16-bit types only.
+        pub one_shot: Option<&'static str>,
+    }
+
+    /// Those of f32, f16 and bf16; `None` for other types.
+    #[must_use]
+    pub const fn entries(dtype: DataType) -> Option<Entries> {
+        match dtype {
+            DataType::F32 => Some(Entries {
+                norm: "crossweft_norm_f32",
+                one_shot: None,
+            }),
+            DataType::F16 => Some(Entries {
+                norm: "crossweft_norm_f16",
+                one_shot: Some("crossweft_one_shot_norm_f16"),
+            }),
+            DataType::Bf16 => Some(Entries {
+                norm: "crossweft_norm_bf16",
+                one_shot: Some("crossweft_one_shot_norm_bf16"),
+            }),
+            _ => None,
+        }
+    }
+
+    /// Every one of them.
+    pub(crate) const ALL: [&str; 5] = [
+        "crossweft_norm_f32",
+        "crossweft_norm_f16",
+        "crossweft_norm_bf16",
+        "crossweft_one_shot_norm_f16",
+        "crossweft_one_shot_norm_bf16",
+    ];
 }
 
 /// Entry points of [`bench_module`]. Parameters are 64 bits wide, in this order, but where it says
@@ -376,7 +529,7 @@ mod tests {
             assert!(plan_module(dtype, MIN_SM).is_some());
             assert!(plan_module(dtype, MIN_SM - 1).is_none());
         }
-        assert_eq!(MODULES.len(), 2 * DataType::ALL.len() + 6);
+        assert_eq!(MODULES.len(), 2 * DataType::ALL.len() + 8);
     }
 
     #[test]
@@ -417,6 +570,37 @@ mod tests {
             let (module, entry) = found.expect("a module");
             let parameter = format!("{entry}_param_0[{bytes}]");
             assert!(module.ptx.contains(&parameter), "{parameter}");
+        }
+    }
+
+    #[test]
+    fn norms_are_of_the_types_that_say_so() {
+        let module = norm_module(90).expect("a module");
+        let mut all = Vec::new();
+        for of in DataType::ALL.into_iter().filter_map(norm::entries) {
+            all.push((of.norm, size_of::<Norm>()));
+            all.extend(of.one_shot.map(|entry| (entry, size_of::<OneShotNorm>())));
+        }
+        assert_eq!(all.len(), norm::ALL.len());
+        for (entry, bytes) in all {
+            assert!(module.entries.contains(&entry), "{entry}");
+            let parameter = format!("{entry}_param_0[{bytes}]");
+            assert!(module.ptx.contains(&parameter), "{parameter}");
+        }
+    }
+
+    #[test]
+    fn launches_are_as_large_as_kernels_say() {
+        let module = moe_module(90).expect("a module");
+        for dtype in [DataType::Bf16, DataType::F16, DataType::F32] {
+            let entries = moe::entries(dtype).expect("entries");
+            for (entry, bytes) in [
+                (entries.dispatch, size_of::<moe::DispatchLaunch>()),
+                (entries.combine, size_of::<moe::CombineLaunch>()),
+            ] {
+                let parameter = format!("{entry}_param_0[{bytes}]");
+                assert!(module.ptx.contains(&parameter), "{parameter}");
+            }
         }
     }
 

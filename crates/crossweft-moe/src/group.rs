@@ -9,10 +9,11 @@ use crossweft_channel::{Endpoint, RegisteredMemory};
 use crossweft_device::moe::rows::HostRows;
 use crossweft_device::moe::{Call, Geometry, MAX_RANKS, MAX_TOP_K, Phase};
 use crossweft_device::{DataType, Stopped};
-use crossweft_hal::Device;
 use crossweft_hal::cpu::{Grid, Interrupted, Schedule, rows};
+use crossweft_hal::{Device, HalError};
 
 use crate::MoeError;
+use crate::cuda::{Launcher, Unfit};
 use crate::handle::{Handle, Routing};
 use crate::launch::{GroupTables, PassTables, Step, fits};
 use crate::layout::{Format, Layout, OutputShape};
@@ -42,14 +43,16 @@ pub struct GroupOptions {
     pub top_k: u32,
     /// Type of tokens before a dispatch and after a combine: bf16 (usual), f16 or f32.
     pub dtype: DataType,
-    /// Thread blocks of each launch: one for low latency (usual), several for many tokens.
+    /// Thread blocks of each launch. On the CPU: one for low latency (usual), several for many tokens. On a GPU each takes
+    /// a multiprocessor while it runs, and all of them must be there at once.
     pub blocks: u32,
     /// The order in which they run.
     pub schedule: Schedule,
     /// The longest a call may take, waits for peers included.
     pub timeout: Duration,
     /// Whether a rank that is gone, or late by the timeout, is left out from then on, its tokens and experts missing,
-    /// instead of failing the call: see [`Group::masked`].
+    /// instead of failing the call: see [`Group::masked`]. On the CPU only; on a GPU ranks are left out by
+    /// [`Group::set_masked`].
     pub masking: bool,
 }
 
@@ -121,22 +124,30 @@ pub struct Group {
     endpoint: Arc<Endpoint>,
     options: GroupOptions,
     tables: GroupTables,
-    rows: HostRows,
+    machine: Machine,
     memory: Arc<RegisteredMemory>,
     desk: Mutex<Desk>,
     /// Whether a handle was dropped whose call had been sent and not completed.
     abandoned: AtomicBool,
 }
 
+/// What computes.
+#[derive(Debug)]
+pub(crate) enum Machine {
+    Cpu { grid: Mutex<Grid>, rows: HostRows },
+    Cuda(Launcher),
+}
+
 /// What a launch needs alone.
 #[derive(Debug)]
 pub(crate) struct Desk {
-    grid: Grid,
     /// Calls sent.
     pub(crate) sent: u64,
     /// Calls completed.
     pub(crate) completed: u64,
-    has_failed: bool,
+    pub(crate) has_failed: bool,
+    /// What was launched last, on a GPU.
+    pub(crate) signature: u32,
 }
 
 impl Group {
@@ -158,16 +169,32 @@ impl Group {
         let usage = |reason| MoeError::Usage { rank, reason };
         let mine = || {
             options.check(ranks).map_err(usage)?;
-            if !matches!(endpoint.device(), Device::Cpu) {
-                let device = endpoint.device().name();
-                let reason = format!("it is on {device}; dispatch and combine run on the cpu");
-                return Err(usage(reason));
+            let (dtype, blocks) = (options.dtype, options.blocks);
+            match endpoint.device() {
+                Device::Cpu => Ok(Machine::Cpu {
+                    rows: rows(dtype).ok_or_else(|| usage("no such rows".to_owned()))?,
+                    grid: Mutex::new(Grid::new(blocks, options.schedule)?),
+                }),
+                Device::Cuda(_) if options.masking => Err(usage(
+                    "masking on cuda, where calls that wait are not repeated; mask ranks by `set_masked`, and make the \
+                     group without it"
+                        .to_owned(),
+                )),
+                Device::Cuda(context) => {
+                    let launcher = Launcher::new(context, dtype, (blocks, endpoint.sharers()));
+                    launcher.map(Machine::Cuda).map_err(|unfit| match unfit {
+                        Unfit::Hal(error) => MoeError::from(HalError::from(error)),
+                        Unfit::Usage(reason) => usage(reason),
+                    })
+                }
+                device => Err(usage(format!(
+                    "it is on {}; dispatch and combine run on the cpu and on cuda",
+                    device.name()
+                ))),
             }
-            let rows = rows(options.dtype).ok_or_else(|| usage("no such rows".to_owned()))?;
-            Ok((rows, Grid::new(options.blocks, options.schedule)?))
         };
         // A rank alone may have asked for blocks that cannot be.
-        let (rows, grid) = endpoint.settle(mine(), what, deadline, MoeError::from)?;
+        let machine = endpoint.settle(mine(), what, deadline, MoeError::from)?;
         let geometry = Geometry {
             ranks,
             max_tokens: options.max_tokens,
@@ -184,13 +211,13 @@ impl Group {
             endpoint: Arc::clone(endpoint),
             options,
             tables,
-            rows,
+            machine,
             memory,
             desk: Mutex::new(Desk {
-                grid,
                 sent: 0,
                 completed: 0,
                 has_failed: false,
+                signature: 0,
             }),
             abandoned: AtomicBool::new(false),
         }))
@@ -206,8 +233,13 @@ impl Group {
         routing: &Routing<'_>,
         layout: Layout,
     ) -> Result<Handle, MoeError> {
+        self.on_cpu()?;
         self.output_shape(layout, Format::Plain, self.options.top_k)?;
-        let mut pass = PassTables::new(&self.endpoint, self.tables.geometry(), layout)?;
+        let mut pass = PassTables::new(
+            &self.endpoint,
+            self.tables.geometry(),
+            (layout, self.options.blocks),
+        )?;
         pass.route(self.tables.geometry(), routing)
             .map_err(|reason| self.usage(reason))?;
         Ok(Handle::new(Arc::clone(self), layout, pass))
@@ -295,13 +327,40 @@ impl Group {
         if desk.sent != desk.completed {
             return Err(self.usage("calls are under way; complete them before masking".to_owned()));
         }
-        self.tables.set_masked(rank, masked);
-        Ok(())
+        let stored = self.tables.set_masked(rank, masked);
+        stored.map_err(|error| HalError::from(error).into())
     }
 
     pub(crate) fn usage(&self, reason: String) -> MoeError {
         let rank = self.rank();
         MoeError::Usage { rank, reason }
+    }
+
+    #[cold]
+    fn not_on(&self, device: &str) -> MoeError {
+        let here = self.endpoint.device().name();
+        self.usage(format!(
+            "the group is on {here}; make its calls as for {here}, not as for {device}"
+        ))
+    }
+
+    fn on_cpu(&self) -> Result<(), MoeError> {
+        match &self.machine {
+            Machine::Cpu { .. } => Ok(()),
+            Machine::Cuda(_) => Err(self.not_on("cpu")),
+        }
+    }
+
+    /// What launches, of a group on a CUDA device.
+    pub(crate) fn launcher(&self) -> Result<&Launcher, MoeError> {
+        match &self.machine {
+            Machine::Cuda(launcher) => Ok(launcher),
+            Machine::Cpu { .. } => Err(self.not_on("cuda")),
+        }
+    }
+
+    pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.endpoint
     }
 
     pub(crate) fn tables(&self) -> &GroupTables {
@@ -348,8 +407,13 @@ impl Group {
         (number, call): (u64, Call),
         watch: &Watch<'_>,
     ) -> Result<bool, MoeError> {
+        let Machine::Cpu { grid, rows } = &self.machine else {
+            return Err(self.not_on("cpu"));
+        };
         let context = self.endpoint.context(watch);
-        let launched = step.launch(&mut desk.grid, &context, &self.tables, pass, &self.rows);
+        // Whoever has the desk has it alone.
+        let mut grid = grid.lock().unwrap_or_else(PoisonError::into_inner);
+        let launched = step.launch(&mut grid, &context, &self.tables, pass, rows);
         let Err(interrupted) = launched else {
             return Ok(true);
         };
@@ -399,13 +463,14 @@ impl Group {
                 "rank {own} leaves rank {rank} out: {} missing in call {number}",
                 waited_for(phase_of(interrupted))
             );
-            self.tables.set_masked(rank, true);
+            // The host's memory, where nothing can fail.
+            let _ = self.tables.set_masked(rank, true);
         }
         has_come || !missing.is_empty()
     }
 
     #[cold]
-    fn explain(
+    pub(crate) fn explain(
         &self,
         interrupted: &Interrupted,
         (number, call): (u64, Call),
@@ -440,8 +505,14 @@ impl Group {
     }
 }
 
-fn phase_of(interrupted: &Interrupted) -> Phase {
-    let phases = [Phase::Credit, Phase::Counts, Phase::Rows, Phase::Weights];
+pub(crate) fn phase_of(interrupted: &Interrupted) -> Phase {
+    let phases = [
+        Phase::Credit,
+        Phase::Counts,
+        Phase::Rows,
+        Phase::Weights,
+        Phase::Choices,
+    ];
     let channel = interrupted.waiting.site.channel;
     let found = phases.into_iter().find(|&phase| phase as u32 == channel);
     found.unwrap_or(Phase::Blocks)

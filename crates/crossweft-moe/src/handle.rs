@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crossweft_hal::HalError;
+
 use crate::MoeError;
 use crate::group::{Desk, Group, combine_call, dispatch_call};
 use crate::launch::{PassTables, Receiving, Sending, Step, Summed, Summing};
@@ -187,7 +189,7 @@ impl Counts {
 
 /// What comes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+pub(crate) enum State {
     Routed,
     DispatchSent { number: u64, format: Format },
     Dispatched,
@@ -201,13 +203,13 @@ enum State {
 /// order in which they were sent, whatever handles they are of.
 #[derive(Debug)]
 pub struct Handle {
-    group: Arc<Group>,
+    pub(crate) group: Arc<Group>,
     layout: Layout,
-    pass: PassTables,
-    state: State,
+    pub(crate) pass: PassTables,
+    pub(crate) state: State,
     /// Of the last dispatch, if they are known.
     counts: Counts,
-    is_counted: bool,
+    pub(crate) is_counted: bool,
 }
 
 impl Handle {
@@ -380,38 +382,38 @@ impl Handle {
         self.receive_sums(&summed, &group.watch())
     }
 
-    fn sizes(&self) -> (u32, crate::DataType) {
+    pub(crate) fn sizes(&self) -> (u32, crate::DataType) {
         let options = self.group.options();
         (options.hidden, options.dtype)
     }
 
     #[cold]
-    fn out_of_order(&self, reason: &str) -> MoeError {
+    pub(crate) fn out_of_order(&self, reason: &str) -> MoeError {
         self.group.usage(reason.to_owned())
     }
 
-    fn can_dispatch(&self) -> Result<(), MoeError> {
+    pub(crate) fn can_dispatch(&self) -> Result<(), MoeError> {
         match self.state {
             State::Routed | State::Dispatched => Ok(()),
             _ => Err(self.out_of_order("a call was sent; complete it before the next dispatch")),
         }
     }
 
-    fn can_combine(&self) -> Result<(), MoeError> {
+    pub(crate) fn can_combine(&self) -> Result<(), MoeError> {
         match self.state {
             State::Dispatched => Ok(()),
             _ => Err(self.out_of_order("nothing to combine; dispatch, and complete that, before")),
         }
     }
 
-    fn sent_dispatch(&self) -> Result<(u64, Format), MoeError> {
+    pub(crate) fn sent_dispatch(&self) -> Result<(u64, Format), MoeError> {
         match self.state {
             State::DispatchSent { number, format } => Ok((number, format)),
             _ => Err(self.out_of_order("no dispatch was sent; send one before completing it")),
         }
     }
 
-    fn sent_combine(&self) -> Result<(u64, bool), MoeError> {
+    pub(crate) fn sent_combine(&self) -> Result<(u64, bool), MoeError> {
         match self.state {
             State::CombineSent {
                 number,
@@ -422,14 +424,14 @@ impl Handle {
     }
 
     /// The number of a call that is to be sent.
-    fn next_to_send(&self, desk: &Desk) -> Result<u64, MoeError> {
+    pub(crate) fn next_to_send(&self, desk: &Desk) -> Result<u64, MoeError> {
         if desk.sent - desk.completed >= 2 {
             return Err(self.out_of_order("two calls are under way; complete one before the next"));
         }
         Ok(desk.sent)
     }
 
-    fn next_to_complete(&self, desk: &Desk, number: u64) -> Result<(), MoeError> {
+    pub(crate) fn next_to_complete(&self, desk: &Desk, number: u64) -> Result<(), MoeError> {
         match desk.completed == number {
             true => Ok(()),
             false => Err(self.out_of_order(
@@ -512,8 +514,15 @@ impl Handle {
         let call = dispatch_call(format, self.pass.top_k());
         let step = Step::Count(call);
         group.launch(desk, &mut self.pass, step, (number, call), watch)?;
+        self.take_counts()
+    }
+
+    /// Copies what the last count has left.
+    pub(crate) fn take_counts(&mut self) -> Result<(), MoeError> {
+        let group = Arc::clone(&self.group);
         let geometry = group.tables().geometry();
-        let (counts, pass) = (&mut self.counts, &self.pass);
+        let counted = self.pass.counted(geometry).map_err(HalError::from)?;
+        let (counts, pass) = (&mut self.counts, counted);
         let own = counts.per_expert.len() as u32;
         for (source, received) in (0..).zip(&mut counts.per_source) {
             *received = pass.received(source);

@@ -7,15 +7,19 @@
 use std::marker::PhantomData;
 
 use crossweft_channel::{Endpoint, Image, ImageBuilder, RegisteredMemory};
+use crossweft_device::gpu::WARP;
+use crossweft_device::gpu::moe::STAGING_BYTES;
 use crossweft_device::moe::combine::{self, Weighting};
 use crossweft_device::moe::dispatch::{self, Quantise};
 use crossweft_device::moe::rows::HostRows;
 use crossweft_device::moe::{
-    Call, Geometry, Group as Program, NONE, Phase, Routes, STATE_LINES, announced, clear_barrier,
-    has_done,
+    Call, Geometry, Group as Program, NONE, Phase, Routes, STATE_LINES, announced, clear, has_done,
 };
 use crossweft_device::{Memory as _, Raw, Stopped};
+use crossweft_hal::Device;
 use crossweft_hal::cpu::{Context, Grid, HostBlock, Interrupted};
+use crossweft_hal::cuda::CudaError;
+use crossweft_kernels::MAX_THREADS;
 
 use crate::MoeError;
 use crate::handle::{DispatchOutput, Experts, ExpertsMut, Routing, Tokens, Weights};
@@ -29,11 +33,65 @@ fn lines(bytes: u64) -> usize {
     bytes.div_ceil(LINE as u64) as usize
 }
 
+/// This rank's tables and memory, wherever they are.
+#[derive(Clone, Debug)]
+struct Home(Device);
+
+impl Home {
+    /// Copies what is at `address` into `data`.
+    ///
+    /// # Safety
+    /// The address must be valid for as many bytes, whose writers have all ended.
+    unsafe fn read(&self, address: u64, data: &mut [u8]) -> Result<(), CudaError> {
+        if let Device::Cuda(context) = &self.0 {
+            // SAFETY: the caller's promise.
+            return unsafe { context.read(address, data) };
+        }
+        for (at, byte) in (address..).zip(data) {
+            // SAFETY: the caller's promise.
+            *byte = unsafe { Raw.read(at) };
+        }
+        Ok(())
+    }
+
+    /// A word that others may be writing.
+    ///
+    /// # Safety
+    /// The address must be valid, and aligned.
+    unsafe fn load(&self, address: u64) -> Result<u64, CudaError> {
+        let mut bytes = [0; 8];
+        match &self.0 {
+            // SAFETY: the caller's promise. A copy of an aligned word takes it whole.
+            Device::Cuda(context) => unsafe { context.read(address, &mut bytes)? },
+            // SAFETY: as above.
+            _ => return Ok(unsafe { Raw.load(address) }),
+        }
+        Ok(u64::from_ne_bytes(bytes))
+    }
+
+    /// # Safety
+    /// As for [`load`](Self::load), of a word that nobody else writes.
+    unsafe fn store(&self, address: u64, value: u64) -> Result<(), CudaError> {
+        match &self.0 {
+            // SAFETY: the caller's promise.
+            Device::Cuda(context) => unsafe { context.write(address, &value.to_ne_bytes()) },
+            _ => {
+                // SAFETY: as above.
+                unsafe { Raw.store(address, value) };
+                Ok(())
+            }
+        }
+    }
+}
+
 /// A group's tables.
 #[derive(Debug)]
 pub(crate) struct GroupTables {
     program: Program,
     bytes: u64,
+    home: Home,
+    /// Where this rank's part of the shared memory is.
+    own: u64,
     // What the program points to.
     _image: Image,
 }
@@ -54,9 +112,17 @@ impl GroupTables {
         let mut zeros = |bytes: u64| image.zeros(lines(bytes));
         let masked = zeros(8 * u64::from(ranks));
         let state = zeros((STATE_LINES * LINE) as u64);
-        let block_rows = zeros(4 * u64::from(blocks) * u64::from(ranks));
-        let block_experts = zeros(4 * u64::from(blocks) * u64::from(geometry.experts));
-        let staging = zeros(u64::from(blocks) * geometry.row_bytes());
+        let marks = zeros(2 * 8 * geometry.mark_words(blocks));
+        let returns = zeros(4 * u64::from(blocks) * u64::from(ranks));
+        // A thread block has so many warps at most, each with so much of a row.
+        let (warps, staging_bytes) = match endpoint.device() {
+            Device::Cpu => (1, geometry.row_bytes()),
+            _ => (
+                MAX_THREADS / WARP,
+                STAGING_BYTES.next_multiple_of(LINE as u64),
+            ),
+        };
+        let staging = zeros(u64::from(blocks) * u64::from(warps) * staging_bytes);
         let bytes = zeros(0);
         let image = image.finish(endpoint.device(), "preparing a mixture of experts")?;
         let program = Program {
@@ -64,9 +130,10 @@ impl GroupTables {
             memories: image.addr(memories),
             masked: image.addr(masked),
             state: image.addr(state),
-            block_rows: image.addr(block_rows),
-            block_experts: image.addr(block_experts),
+            marks: image.addr(marks),
+            returns: image.addr(returns),
             staging: image.addr(staging),
+            staging_bytes,
             salt,
             rank: endpoint.rank(),
             blocks,
@@ -74,6 +141,8 @@ impl GroupTables {
         Ok(Self {
             program,
             bytes,
+            home: Home(endpoint.device().clone()),
+            own: memory.local().addr(),
             _image: image,
         })
     }
@@ -81,6 +150,11 @@ impl GroupTables {
     /// Bytes of the tables.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// What device code is given.
+    pub(crate) fn program(&self) -> &Program {
+        &self.program
     }
 
     pub(crate) fn geometry(&self) -> &Geometry {
@@ -92,28 +166,46 @@ impl GroupTables {
         self.program.masked + 8 * u64::from(rank)
     }
 
+    /// Whether a rank is left out; if the device is lost, nobody is.
     pub(crate) fn is_masked(&self, rank: u32) -> bool {
-        // SAFETY: one of the image's words, of which only atomic accesses are made.
-        unsafe { Raw.load(self.mask(rank)) != 0 }
+        // SAFETY: one of the image's words, which are written whole.
+        unsafe { self.home.load(self.mask(rank)) }.unwrap_or_default() != 0
     }
 
-    pub(crate) fn set_masked(&self, rank: u32, masked: bool) {
+    pub(crate) fn set_masked(&self, rank: u32, masked: bool) -> Result<(), CudaError> {
         // SAFETY: as above.
-        unsafe { Raw.store(self.mask(rank), masked.into()) }
+        unsafe { self.home.store(self.mask(rank), masked.into()) }
+    }
+
+    /// The word at `offset` of this rank's part of the shared memory; 0 if the device is lost.
+    fn word(&self, offset: u64) -> u64 {
+        // SAFETY: device code names only words of that memory, which are written whole.
+        unsafe { self.home.load(self.own + offset) }.unwrap_or_default()
+    }
+
+    /// The word at `offset` of the state, which only this rank's launches change; 0 if the device is lost.
+    pub(crate) fn state(&self, offset: u64) -> u64 {
+        // SAFETY: the callers name words of the state.
+        unsafe { self.home.load(self.program.state + offset) }.unwrap_or_default()
     }
 
     /// Whether `rank` has done its part of a phase of a call.
     pub(crate) fn has_done(&self, phase: Phase, call: u64, rank: u32) -> bool {
         assert!(rank < self.geometry().ranks, "no such rank");
-        // SAFETY: prepared, and the rank exists.
-        unsafe { has_done(&Raw, &self.program, phase, call, rank) }
+        has_done(
+            self.geometry(),
+            |offset| self.word(offset),
+            phase,
+            call,
+            rank,
+        )
     }
 
     /// The signature of what `rank` calls as number `call`, if it has said so.
     pub(crate) fn announced(&self, call: u64, rank: u32) -> Option<u32> {
         assert!(rank < self.geometry().ranks, "no such rank");
-        // SAFETY: as above.
-        unsafe { announced(&Raw, &self.program, call, rank) }.map(|said| said.call.signature)
+        announced(self.geometry(), |offset| self.word(offset), call, rank)
+            .map(|said| said.call.signature)
     }
 
     fn own_experts(&self) -> u32 {
@@ -126,6 +218,7 @@ impl GroupTables {
 pub(crate) struct PassTables {
     routes: Routes,
     bytes: u64,
+    home: Home,
     // What the routes point to.
     _image: Image,
 }
@@ -134,7 +227,7 @@ impl PassTables {
     pub(crate) fn new(
         endpoint: &Endpoint,
         geometry: &Geometry,
-        layout: Layout,
+        (layout, blocks): (Layout, u32),
     ) -> Result<Self, MoeError> {
         let (ranks, tokens) = (u64::from(geometry.ranks), u64::from(geometry.max_tokens));
         let (top_k, experts) = (
@@ -148,15 +241,20 @@ impl PassTables {
             words(tokens * top_k),
             words(tokens * ranks),
             words(ranks),
+            words(ranks * tokens * top_k),
+            words(ranks * tokens * top_k),
+            // A thread block's own.
             words(ranks),
             words(ranks * experts),
             words(ranks * experts),
-            words(ranks * experts),
+            words(experts),
             words(ranks),
             words(experts + 1),
-            words(ranks * tokens * top_k),
-            words(ranks * tokens * top_k),
         ];
+        let stride = words(0) - places[6];
+        for _ in 1..blocks {
+            words(stride / 4);
+        }
         let bytes = words(0);
         let image = image.finish(endpoint.device(), "preparing a pass")?;
         let [
@@ -164,14 +262,14 @@ impl PassTables {
             weights,
             slots,
             sent,
+            positions,
+            received_weights,
             received,
             counts,
             begins,
-            cursors,
+            totals,
             bases,
             offsets,
-            positions,
-            received_weights,
         ] = places.map(|place| image.addr(place));
         let routes = Routes {
             experts,
@@ -181,11 +279,12 @@ impl PassTables {
             received,
             counts,
             begins,
-            cursors,
+            totals,
             bases,
             offsets,
             positions,
             received_weights,
+            stride,
             tokens: 0,
             top_k: 0,
             placement: layout.placement(),
@@ -194,6 +293,7 @@ impl PassTables {
         Ok(Self {
             routes,
             bytes,
+            home: Home(endpoint.device().clone()),
             _image: image,
         })
     }
@@ -201,6 +301,11 @@ impl PassTables {
     /// Bytes of the tables.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// What device code is given.
+    pub(crate) fn routes(&self) -> &Routes {
+        &self.routes
     }
 
     pub(crate) fn tokens(&self) -> u32 {
@@ -223,19 +328,12 @@ impl PassTables {
             weights,
         } = routing;
         let count = experts.len();
-        if *top_k == 0 || *top_k > geometry.top_k {
-            let most = geometry.top_k;
-            return Err(format!("top-{top_k}; the group is for 1 to {most}"));
-        }
-        let each = *top_k as usize;
+        let each = (*top_k).max(1) as usize;
         if !count.is_multiple_of(each) {
             return Err(format!("{count} experts are no whole number of top-{each}"));
         }
-        let tokens = count / each;
-        if tokens > geometry.max_tokens as usize {
-            let most = geometry.max_tokens;
-            return Err(format!("{tokens} tokens; the group is for at most {most}"));
-        }
+        let tokens = u32::try_from(count / each).unwrap_or(u32::MAX);
+        check_size(geometry, tokens, *top_k)?;
         if let Some(weights) = weights.filter(|weights| weights.len() != count) {
             let weights = weights.len();
             return Err(format!("{weights} weights for {count} experts"));
@@ -262,34 +360,89 @@ impl PassTables {
                 Raw.write(self.routes.weights + at, weight.unwrap_or(1.0));
             }
         }
-        self.routes.tokens = tokens as u32;
+        self.routes.tokens = tokens;
         self.routes.top_k = *top_k;
         Ok(())
     }
 
+    /// Takes how many tokens go somewhere; where, device code is told. Changes nothing if that cannot be, and says why.
+    pub(crate) fn resize(
+        &mut self,
+        geometry: &Geometry,
+        (tokens, top_k): (u32, u32),
+    ) -> Result<(), String> {
+        check_size(geometry, tokens, top_k)?;
+        self.routes.tokens = tokens;
+        self.routes.top_k = top_k;
+        Ok(())
+    }
+
+    /// What the last count has left. On a GPU it is copied, once the launch has ended.
+    pub(crate) fn counted(&self, geometry: &Geometry) -> Result<Counted<'_>, CudaError> {
+        let copy = match &self.home.0 {
+            Device::Cpu => None,
+            _ => {
+                let end = self.routes.offsets + 4 * (u64::from(geometry.most_experts()) + 1);
+                let mut bytes = vec![0; (end - self.routes.received) as usize];
+                // SAFETY: tables of the image, one behind another; the launch has ended.
+                unsafe { self.home.read(self.routes.received, &mut bytes)? };
+                Some(bytes)
+            }
+        };
+        Ok(Counted { pass: self, copy })
+    }
+}
+
+/// How many rows came in a pass, and where they lie.
+pub(crate) struct Counted<'a> {
+    pass: &'a PassTables,
+    /// A copy of the tables from [`Routes::received`] on, where they are not the host's.
+    copy: Option<Vec<u8>>,
+}
+
+impl Counted<'_> {
     /// Rows from each source.
     pub(crate) fn received(&self, source: u32) -> u32 {
-        self.word(self.routes.received, source.into())
+        self.word(self.pass.routes.received, source.into())
     }
 
     /// Rows from a source for a local expert, and the first of them.
     pub(crate) fn of_expert(&self, geometry: &Geometry, source: u32, local: u32) -> (u32, u32) {
         let at = u64::from(source) * u64::from(geometry.most_experts()) + u64::from(local);
         (
-            self.word(self.routes.counts, at),
-            self.word(self.routes.begins, at),
+            self.word(self.pass.routes.counts, at),
+            self.word(self.pass.routes.begins, at),
         )
     }
 
     /// The first row of each local expert; for their number, rows in all.
     pub(crate) fn offset(&self, local: u32) -> u32 {
-        self.word(self.routes.offsets, local.into())
+        self.word(self.pass.routes.offsets, local.into())
     }
 
     fn word(&self, table: u64, index: u64) -> u32 {
-        // SAFETY: the caller's indices are below the group's sizes, and launches borrow `self`.
-        unsafe { Raw.read(table + 4 * index) }
+        let address = table + 4 * index;
+        let Some(copy) = &self.copy else {
+            // SAFETY: the caller's indices are below the group's sizes, and launches borrow the pass alone.
+            return unsafe { Raw.read(address) };
+        };
+        let at = (address - self.pass.routes.received) as usize;
+        let word = copy.get(at..at + 4).and_then(|word| word.try_into().ok());
+        word.map_or(0, u32::from_ne_bytes)
     }
+}
+
+/// Whether a group is for so many tokens and experts of each.
+fn check_size(geometry: &Geometry, tokens: u32, top_k: u32) -> Result<(), String> {
+    if top_k == 0 || top_k > geometry.top_k {
+        let most = geometry.top_k;
+        return Err(format!("top-{top_k}; the group is for 1 to {most}"));
+    }
+    if tokens > geometry.max_tokens {
+        let most = geometry.max_tokens;
+        return Err(format!("{tokens} tokens; the group is for at most {most}"));
+    }
+    Ok(())
 }
 
 fn address(slice: &[u8]) -> u64 {
@@ -559,8 +712,9 @@ impl Step<'_> {
         rows: &HostRows,
     ) -> Result<(), Interrupted> {
         assert_eq!(grid.blocks(), group.program.blocks, "the group's grid");
-        let (program, routes) = (&group.program, &pass.routes);
+        let program = &group.program;
         let body = |block: &HostBlock<'_>, index: u32| -> Result<(), Stopped> {
+            let routes = &pass.routes.of_block(index);
             // SAFETY: the tables were made for this process and live in `group` and `pass`, of which one is borrowed
             // alone, and whoever has the grid is alone with the other. Buffers were checked when `self` was made, and
             // its borrows vouch for them; blocks of a grid run on one thread.
@@ -569,9 +723,9 @@ impl Step<'_> {
                     Self::SendTokens(sending) => {
                         dispatch::send(block, rows, program, routes, &sending.0, index)
                     }
-                    Self::Count(call) => dispatch::count(block, program, routes, call, index),
+                    Self::Count(call) => dispatch::count(block, program, routes, call),
                     Self::ReceiveTokens(receiving) => {
-                        dispatch::receive(block, program, routes, &receiving.0, index)
+                        dispatch::receive(block, rows, program, routes, &receiving.0, index)
                     }
                     Self::SendWeights(summing) => {
                         combine::send_weights(block, program, routes, &summing.0, index)
@@ -587,7 +741,7 @@ impl Step<'_> {
         };
         grid.launch(context, &body).inspect_err(|_| {
             // SAFETY: the launch has ended.
-            unsafe { clear_barrier(&Raw, program) };
+            unsafe { clear(&Raw, program) };
         })
     }
 }
@@ -598,7 +752,7 @@ pub(crate) fn fits(shape: &OutputShape) -> bool {
 }
 
 impl Experts<'_> {
-    fn at(&self, index: usize) -> i64 {
+    pub(crate) fn at(&self, index: usize) -> i64 {
         match self {
             Self::I32(experts) => experts[index].into(),
             Self::I64(experts) => experts[index],

@@ -42,9 +42,12 @@
 //! ```
 //!
 //! `unsafe` is confined to the module `launch`, which hands tables to the device code
-//! ([`crossweft_device::moe`], which says how everything travels).
+//! ([`crossweft_device::moe`], which says how everything travels), and to `cuda` and `device_pass`, which launch its
+//! kernels.
 #![deny(missing_docs, unsafe_code)]
 
+mod cuda;
+mod device_pass;
 mod error;
 mod group;
 mod handle;
@@ -54,6 +57,8 @@ mod watch;
 
 pub use crossweft_device::DataType;
 pub use crossweft_hal::cpu::Schedule;
+pub use cuda::{DeviceCounts, DeviceOutput, DeviceRouting, DeviceTokens, DeviceWeights};
+pub use device_pass::{DevicePass, Received, Recorded, RecordedPasses};
 pub use error::MoeError;
 pub use group::{Group, GroupOptions};
 pub use handle::{Counts, DispatchOutput, Experts, ExpertsMut, Handle, Routing, Tokens, Weights};

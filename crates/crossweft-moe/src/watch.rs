@@ -61,6 +61,15 @@ impl<'a> Watch<'a> {
         matches!(failure, Some(Failure::Aborted { .. }))
     }
 
+    /// Whether the waits of a call that asks nobody are to be ended.
+    pub(crate) fn is_stopped(&self) -> bool {
+        let liveness = self.endpoint.group().liveness();
+        match self.masking {
+            true => self.is_aborted() || self.guard.is_interrupted(),
+            false => liveness.stopped() || self.guard.is_interrupted(),
+        }
+    }
+
     /// Whether the call may go on without somebody.
     pub(crate) fn may_leave_out(&self) -> bool {
         self.masking && !self.is_aborted()

@@ -110,6 +110,7 @@ pub(crate) struct Communicator {
     replaced_collectives: Mutex<Vec<Arc<Prepared>>>,
     collectives: Mutex<HashMap<CollectiveKey, Arc<Prepared>>>,
     rms_norms: Mutex<HashMap<rms_norm::Key, Arc<AllReduceRmsNorm>>>,
+    replaced_rms_norms: Mutex<Vec<Arc<AllReduceRmsNorm>>>,
     exchange: Mutex<Option<Exchange>>,
 }
 
@@ -193,6 +194,7 @@ impl Communicator {
             replaced_collectives: Mutex::default(),
             collectives: Mutex::default(),
             rms_norms: Mutex::default(),
+            replaced_rms_norms: Mutex::default(),
             exchange: Mutex::default(),
         })
     }
@@ -409,7 +411,8 @@ impl Communicator {
         let max_tokens = tokens.checked_next_power_of_two().unwrap_or(tokens);
         let made = self.together(py, |core| core.all_reduce_rms_norm(key.options(max_tokens)))?;
         let made = Arc::new(made);
-        lock(&self.rms_norms).insert(key, Arc::clone(&made));
+        let replaced = lock(&self.rms_norms).insert(key, Arc::clone(&made));
+        lock(&self.replaced_rms_norms).extend(replaced);
         Ok(made)
     }
 
@@ -866,7 +869,8 @@ impl Communicator {
 
     /// Reduces tokens, adds them to the residual, normalises and quantises them.
     #[pyo3(signature = (
-        input, weight, output, *, residual = None, epsilon = 1e-6, quantised = None, scale = None, per = "token"
+        input, weight, output, *, residual = None, epsilon = 1e-6, quantised = None, scale = None, per = "token",
+        stream = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of the Python method")]
     fn all_reduce_rms_norm<'py>(
@@ -879,13 +883,33 @@ impl Communicator {
         quantised: Option<&Bound<'py, PyAny>>,
         scale: Option<&Bound<'py, PyAny>>,
         per: &str,
+        stream: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = input.py();
-        let operands = rms_norm::Operands::new(input, weight, output)?;
+        let operands = rms_norm::Operands::new(input, weight, output, stream)?;
         let operands = operands.residual(residual)?;
         let mut operands = operands.quantised(quantised, scale, per)?.apart()?;
+        if !self.computes_on(operands.place())? {
+            return Err(Exception::usage(format!(
+                "the tensors are on the host, but this communicator computes on {}; copy them there, or make a \
+                 communicator of the CPU device",
+                self.device()
+            )));
+        }
         let prepared = self.prepared_rms_norm(py, operands.key(epsilon))?;
-        let done = py.detach(|| operands.run(&prepared));
+        let done = match operands.place() {
+            Place::Host => {
+                refuse_stream(stream)?;
+                py.detach(|| operands.run(&prepared))
+            }
+            Place::Cuda(_) => {
+                let stream = self.stream(operands.stream())?;
+                let buffers = operands.addresses(&prepared)?;
+                let tokens = operands.tokens();
+                let limit = self.limit();
+                py.detach(|| rms_norm::launch(&prepared, (&buffers, tokens), &stream, limit))
+            }
+        };
         done.map_err(|error| self.failed(&error))?;
         Ok(output.clone())
     }

@@ -24,6 +24,7 @@ mod error;
 mod exchange;
 mod language;
 mod moe;
+mod moe_cuda;
 mod plan;
 mod rms_norm;
 mod tensor;

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use crossweft_device::moe::Geometry;
+use crossweft_hal::cuda::Stream;
 use crossweft_moe::{
     Counts, DataType, DispatchOutput, Experts, ExpertsMut, Format, Group, GroupOptions, Handle,
     Layout, MoeError, OutputShape, Routing, ScaleType, Tokens, Weights,
@@ -12,19 +13,20 @@ use pyo3::prelude::*;
 
 use crate::communicator::Communicator;
 use crate::error::Exception;
+use crate::moe_cuda::Site;
 use crate::plan;
-use crate::tensor::{Place, Tensor};
+use crate::tensor::Tensor;
 use crate::wait::interruptible;
 
-/// A host tensor of one of these types; of the first, if its own says nothing.
-fn tensor(object: &Bound<'_, PyAny>, what: &str, dtypes: &[DataType]) -> PyResult<Tensor> {
+/// A tensor at `site` of one of these types; of the first, if its own says nothing.
+fn tensor(
+    site: Site,
+    object: &Bound<'_, PyAny>,
+    what: &str,
+    dtypes: &[DataType],
+) -> PyResult<Tensor> {
     let tensor = Tensor::new(object, what, None, None)?;
-    if tensor.place != Place::Host {
-        return Err(Exception::tensor(format!(
-            "the {what} is on {}; mixtures of experts are of host memory, so copy it there",
-            tensor.place
-        )));
-    }
+    site.check(&tensor, what)?;
     if dtypes.contains(&tensor.dtype) {
         return Ok(tensor);
     }
@@ -42,8 +44,13 @@ fn tensor(object: &Bound<'_, PyAny>, what: &str, dtypes: &[DataType]) -> PyResul
     Tensor::new(object, what, Some(first), None)
 }
 
-fn written(object: &Bound<'_, PyAny>, what: &str, dtypes: &[DataType]) -> PyResult<Tensor> {
-    tensor(object, what, dtypes)?.writable(what)
+fn written(
+    site: Site,
+    object: &Bound<'_, PyAny>,
+    what: &str,
+    dtypes: &[DataType],
+) -> PyResult<Tensor> {
+    tensor(site, object, what, dtypes)?.writable(what)
 }
 
 const IDS: [DataType; 2] = [DataType::I32, DataType::I64];
@@ -89,28 +96,29 @@ fn layout(name: &str, alignment: u32) -> PyResult<Layout> {
 }
 
 /// Where tokens go, as Python gives it.
-struct Routed {
-    experts: Tensor,
-    top_k: u32,
-    weights: Option<Tensor>,
+pub(crate) struct Routed {
+    pub(crate) experts: Tensor,
+    pub(crate) top_k: u32,
+    pub(crate) weights: Option<Tensor>,
 }
 
 impl Routed {
     fn new(
+        site: Site,
         experts: &Bound<'_, PyAny>,
         top_k: u32,
         weights: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let weights = weights.map(|weights| tensor(weights, "weights", &F32));
+        let weights = weights.map(|weights| tensor(site, weights, "weights", &F32));
         Ok(Self {
-            experts: tensor(experts, "experts", &IDS)?,
+            experts: tensor(site, experts, "experts", &IDS)?,
             top_k,
             weights: weights.transpose()?,
         })
     }
 
     /// How many tokens it is of.
-    fn tokens(&self) -> u64 {
+    pub(crate) fn tokens(&self) -> u64 {
         let size = self.experts.dtype.size() as u64 * u64::from(self.top_k);
         self.experts.bytes.checked_div(size).unwrap_or_default()
     }
@@ -132,16 +140,16 @@ impl Routed {
 }
 
 /// What a dispatch sends.
-struct Sent {
-    tokens: Tensor,
-    scales: Option<Tensor>,
+pub(crate) struct Sent {
+    pub(crate) tokens: Tensor,
+    pub(crate) scales: Option<Tensor>,
     /// Scales of quantised tokens, and whether they are powers of two.
-    scale_type: Option<(ScaleType, bool)>,
+    pub(crate) scale_type: Option<(ScaleType, bool)>,
 }
 
 impl Sent {
     fn new(
-        own: DataType,
+        (site, own): (Site, DataType),
         tokens: &Bound<'_, PyAny>,
         scales: Option<&Bound<'_, PyAny>>,
         quantise: Option<&str>,
@@ -149,7 +157,7 @@ impl Sent {
         let scale_type = quantise.map(scale_type).transpose()?;
         let Some(given) = scales else {
             return Ok(Self {
-                tokens: tensor(tokens, "tokens", &[own])?,
+                tokens: tensor(site, tokens, "tokens", &[own])?,
                 scales: None,
                 scale_type,
             });
@@ -159,7 +167,7 @@ impl Sent {
                 "tokens with scales are quantised already; give scales, or say how to quantise",
             ));
         }
-        let scales = tensor(given, "scales", &[])?;
+        let scales = tensor(site, given, "scales", &[])?;
         let scale_type = match scales.dtype {
             DataType::F32 => ScaleType::F32,
             DataType::U8 | DataType::I32 => ScaleType::Ue8m0,
@@ -170,10 +178,16 @@ impl Sent {
             }
         };
         Ok(Self {
-            tokens: tensor(tokens, "tokens", &[DataType::F8E4M3])?,
+            tokens: tensor(site, tokens, "tokens", &[DataType::F8E4M3])?,
             scales: Some(scales),
             scale_type: Some((scale_type, false)),
         })
+    }
+
+    /// How they travel.
+    pub(crate) fn format(&self) -> Format {
+        let of = |(scale_type, _)| Format::F8E4M3(scale_type);
+        self.scale_type.map_or(Format::Plain, of)
     }
 
     fn tokens(&self) -> Tokens<'_> {
@@ -197,12 +211,12 @@ impl Sent {
 }
 
 /// Where a dispatch lays out what comes. Each overlaps no other.
-struct Received {
-    tokens: Tensor,
-    scales: Option<Tensor>,
-    experts: Option<Tensor>,
-    weights: Option<Tensor>,
-    sources: Option<Tensor>,
+pub(crate) struct Received {
+    pub(crate) tokens: Tensor,
+    pub(crate) scales: Option<Tensor>,
+    pub(crate) experts: Option<Tensor>,
+    pub(crate) weights: Option<Tensor>,
+    pub(crate) sources: Option<Tensor>,
 }
 
 /// The same as objects, in that order.
@@ -212,7 +226,11 @@ type Outputs<'a, 'py> = (
 );
 
 impl Received {
-    fn new(own: DataType, format: Format, (tokens, others): Outputs<'_, '_>) -> PyResult<Self> {
+    fn new(
+        (site, own): (Site, DataType),
+        format: Format,
+        (tokens, others): Outputs<'_, '_>,
+    ) -> PyResult<Self> {
         let (dtype, of_scales) = match format {
             Format::F8E4M3(scale_type) => (DataType::F8E4M3, scales_of(scale_type)),
             _ => (own, scales_of(ScaleType::F32)),
@@ -225,10 +243,10 @@ impl Received {
         ];
         let mut made = Vec::with_capacity(all.len());
         for ((what, dtypes), object) in all.into_iter().zip(others) {
-            let room = object.map(|object| written(object, what, dtypes));
+            let room = object.map(|object| written(site, object, what, dtypes));
             made.push((what, room.transpose()?));
         }
-        let tokens = written(tokens, "room for tokens", &[dtype])?;
+        let tokens = written(site, tokens, "room for tokens", &[dtype])?;
         let whats = made
             .iter()
             .filter_map(|(what, t)| Some((*what, t.as_ref()?)));
@@ -286,12 +304,12 @@ impl Received {
 }
 
 /// What a combine is given.
-struct Made {
-    rows: Tensor,
-    weights: Given,
+pub(crate) struct Made {
+    pub(crate) rows: Tensor,
+    pub(crate) weights: Given,
 }
 
-enum Given {
+pub(crate) enum Given {
     One,
     Dispatched,
     These(Tensor),
@@ -299,7 +317,7 @@ enum Given {
 
 impl Made {
     fn new(
-        own: DataType,
+        (site, own): (Site, DataType),
         rows: &Bound<'_, PyAny>,
         weights: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
@@ -312,10 +330,10 @@ impl Made {
                         "there are no weights `{name}`; give \"dispatched\", a tensor, or none"
                     )));
                 }
-                Err(_) => Given::These(tensor(weights, "weights", &F32)?),
+                Err(_) => Given::These(tensor(site, weights, "weights", &F32)?),
             },
         };
-        let rows = tensor(rows, "rows", &[own])?;
+        let rows = tensor(site, rows, "rows", &[own])?;
         Ok(Self { rows, weights })
     }
 
@@ -340,6 +358,10 @@ pub(crate) struct MoeGroup {
 }
 
 impl MoeGroup {
+    fn site(&self) -> Site {
+        Site::of(self.communicator.get().endpoint().device())
+    }
+
     fn failed(&self, error: &MoeError) -> PyErr {
         self.communicator.get().failed_moe(error)
     }
@@ -361,7 +383,7 @@ fn shape(shape: &OutputShape) -> (u64, u64, u64, u32) {
 impl MoeGroup {
     #[new]
     #[pyo3(signature = (
-        communicator, *, experts, max_tokens, hidden, top_k, dtype = None, blocks = 1, timeout = None, masking = false
+        communicator, *, experts, max_tokens, hidden, top_k, dtype = None, blocks = None, timeout = None, masking = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of the Python class")]
     fn new(
@@ -372,14 +394,17 @@ impl MoeGroup {
         hidden: u32,
         top_k: u32,
         dtype: Option<&Bound<'_, PyAny>>,
-        blocks: u32,
+        blocks: Option<u32>,
         timeout: Option<f64>,
         masking: bool,
     ) -> PyResult<Self> {
         let job = communicator.get();
         let mut options = GroupOptions::new(experts, max_tokens, hidden, top_k);
         options.dtype = plan::dtype(dtype)?.unwrap_or(options.dtype);
-        options.blocks = blocks;
+        options.blocks = blocks.unwrap_or(match Site::of(job.endpoint().device()) {
+            Site::Host => 1,
+            Site::Cuda(_) => 16,
+        });
         options.masking = masking;
         options.timeout = timeout.map_or(Ok(job.limit()), plan::duration)?;
         let (endpoint, deadline) = (job.endpoint(), Instant::now() + job.limit());
@@ -495,6 +520,14 @@ impl MoeGroup {
         self.core.masked()
     }
 
+    /// Fails if a launch on a device that has ended, ended badly.
+    fn check(&self) -> PyResult<()> {
+        match self.site() {
+            Site::Host => Ok(()),
+            Site::Cuda(_) => self.core.check().map_err(|error| self.failed(&error)),
+        }
+    }
+
     fn set_masked(&self, rank: u32, masked: bool) -> PyResult<()> {
         let done = self.core.set_masked(rank, masked);
         done.map_err(|error| self.failed(&error))
@@ -511,14 +544,19 @@ impl MoeGroup {
         alignment: u32,
     ) -> PyResult<MoeHandle> {
         let group = this.get();
-        let routed = Routed::new(experts, top_k, weights)?;
+        let routed = Routed::new(group.site(), experts, top_k, weights)?;
         let layout = self::layout(layout, alignment)?;
-        let made = group.core.handle(&routed.routing(), layout);
+        let made = match group.site() {
+            Site::Host => group.core.handle(&routed.routing(), layout),
+            Site::Cuda(_) => group.core.handle_on_device(layout),
+        };
         Ok(MoeHandle {
             pass: Mutex::new(Pass {
                 core: made.map_err(|error| group.failed(&error))?,
                 format: Format::Plain,
                 tokens: routed.tokens(),
+                routed: Some(routed),
+                stream: None,
             }),
             group: this.clone().unbind(),
         })
@@ -542,11 +580,23 @@ impl MoeGroup {
 }
 
 /// A pass, and how its tokens travel.
-struct Pass {
-    core: Handle,
+pub(crate) struct Pass {
+    pub(crate) core: Handle,
     /// Of the last dispatch.
-    format: Format,
-    tokens: u64,
+    pub(crate) format: Format,
+    pub(crate) tokens: u64,
+    /// Where its tokens go, which a dispatch on a device takes along.
+    routed: Option<Routed>,
+    /// Of the last launch on a device.
+    pub(crate) stream: Option<Stream>,
+}
+
+impl Pass {
+    /// Where its tokens go.
+    pub(crate) fn routed(&self) -> PyResult<&Routed> {
+        let routed = self.routed.as_ref();
+        routed.ok_or_else(|| Exception::usage("the handle has no routing; give it one"))
+    }
 }
 
 /// One forward pass.
@@ -558,7 +608,7 @@ pub(crate) struct MoeHandle {
 
 impl MoeHandle {
     /// The pass, alone: a thread that waited here for another one would hold the interpreter.
-    fn pass(&self) -> PyResult<MutexGuard<'_, Pass>> {
+    pub(crate) fn pass(&self) -> PyResult<MutexGuard<'_, Pass>> {
         match self.pass.try_lock() {
             Ok(pass) => Ok(pass),
             Err(TryLockError::Poisoned(poisoned)) => Ok(PoisonError::into_inner(poisoned)),
@@ -568,8 +618,32 @@ impl MoeHandle {
         }
     }
 
-    fn own(&self) -> DataType {
-        self.group.get().core.options().dtype
+    fn site(&self) -> Site {
+        self.group.get().site()
+    }
+
+    /// Where tensors are, and the group's type.
+    fn own(&self) -> (Site, DataType) {
+        (self.site(), self.core().options().dtype)
+    }
+
+    pub(crate) fn core(&self) -> &Arc<Group> {
+        &self.group.get().core
+    }
+
+    pub(crate) fn failed(&self, error: &MoeError) -> PyErr {
+        self.group.get().failed(error)
+    }
+
+    /// The hidden size and the group's type.
+    pub(crate) fn sizes(&self) -> (u32, DataType) {
+        let options = self.core().options();
+        (options.hidden, options.dtype)
+    }
+
+    /// A stream of the group's device, by its handle.
+    pub(crate) fn stream(&self, handle: u64) -> PyResult<Stream> {
+        self.group.get().communicator.get().stream(handle)
     }
 
     /// Does a call without holding the interpreter.
@@ -611,11 +685,14 @@ impl MoeHandle {
         top_k: u32,
         weights: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let routed = Routed::new(experts, top_k, weights)?;
+        let routed = Routed::new(self.site(), experts, top_k, weights)?;
         let mut pass = self.pass()?;
-        let done = pass.core.route(&routed.routing());
-        done.map_err(|error| self.group.get().failed(&error))?;
+        if self.site() == Site::Host {
+            let done = pass.core.route(&routed.routing());
+            done.map_err(|error| self.failed(&error))?;
+        }
         pass.tokens = routed.tokens();
+        pass.routed = Some(routed);
         Ok(())
     }
 
@@ -629,11 +706,15 @@ impl MoeHandle {
     }
 
     /// How many rows the last dispatch brought.
-    fn counts(&self) -> PyResult<MoeCounts> {
-        let pass = self.pass()?;
-        let counts = pass.core.counts();
-        let counts = counts.map_err(|error| self.group.get().failed(&error))?;
-        Ok(MoeCounts(counts.clone()))
+    fn counts(&self, py: Python<'_>) -> PyResult<MoeCounts> {
+        self.call(py, |pass| {
+            // Of a pass on a device, they are copied once.
+            let counts = match (&pass.stream, pass.core.counts().is_ok()) {
+                (Some(stream), false) => pass.core.counts_on(stream),
+                _ => pass.core.counts(),
+            };
+            counts.cloned().map(MoeCounts)
+        })
     }
 
     /// Sends tokens and lays out what comes.
@@ -654,7 +735,7 @@ impl MoeHandle {
         output_sources: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let sent = Sent::new(self.own(), tokens, scales, quantise)?;
-        let format = sent.tokens().format();
+        let format = sent.format();
         let others = [
             output_scales,
             output_experts,
@@ -663,6 +744,9 @@ impl MoeHandle {
         ];
         let received = Received::new(self.own(), format, (output, others))?;
         let mut received = received.apart(&sent)?;
+        if self.site() != Site::Host {
+            return self.dispatch_on_device(&sent, &received);
+        }
         let (sending, output) = (sent.tokens(), received.output());
         self.call(tokens.py(), |pass| {
             let done = pass.core.dispatch(sending, output);
@@ -682,6 +766,9 @@ impl MoeHandle {
         quantise: Option<&str>,
     ) -> PyResult<()> {
         let sent = Sent::new(self.own(), tokens, scales, quantise)?;
+        if self.site() != Site::Host {
+            return self.dispatch_send_on_device(&sent);
+        }
         let sending = sent.tokens();
         self.call(tokens.py(), |pass| {
             pass.core.dispatch_send(sending)?;
@@ -693,7 +780,11 @@ impl MoeHandle {
     /// Waits until it is known how many rows come.
     fn wait_for_counts(&self, py: Python<'_>) -> PyResult<MoeCounts> {
         self.call(py, |pass| {
-            pass.core.wait_for_counts().cloned().map(MoeCounts)
+            let counts = match &pass.stream {
+                None => pass.core.wait_for_counts(),
+                Some(stream) => pass.core.wait_for_counts_on(stream),
+            };
+            counts.cloned().map(MoeCounts)
         })
     }
 
@@ -710,6 +801,9 @@ impl MoeHandle {
         let format = self.pass()?.format;
         let others = [scales, experts, weights, sources];
         let mut received = Received::new(self.own(), format, (output, others))?;
+        if self.site() != Site::Host {
+            return self.dispatch_complete_on_device(&received);
+        }
         let room = received.output();
         self.call(output.py(), |pass| pass.core.dispatch_complete(room))
     }
@@ -723,10 +817,13 @@ impl MoeHandle {
         weights: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let made = Made::new(self.own(), rows, weights)?;
-        let mut output = written(output, "output", &[self.own()])?;
+        let mut output = written(self.site(), output, "output", &[self.own().1])?;
         let overlaps = |given: &Given| matches!(given, Given::These(t) if t.overlaps(&output));
         if made.rows.overlaps(&output) || overlaps(&made.weights) {
             return Err(Exception::tensor("input and output of a combine overlap"));
+        }
+        if self.site() != Site::Host {
+            return self.combine_on_device(&made, &output);
         }
         let (summed, weights) = made.rows();
         // SAFETY: nobody else uses it during the call; it overlaps nothing.
@@ -742,13 +839,19 @@ impl MoeHandle {
         weights: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let made = Made::new(self.own(), rows, weights)?;
+        if self.site() != Site::Host {
+            return self.combine_send_on_device(&made);
+        }
         let (summed, weights) = made.rows();
         self.call(rows.py(), |pass| pass.core.combine_send(summed, weights))
     }
 
     /// Brings the sums back.
     fn combine_complete(&self, output: &Bound<'_, PyAny>) -> PyResult<()> {
-        let mut to = written(output, "output", &[self.own()])?;
+        let mut to = written(self.site(), output, "output", &[self.own().1])?;
+        if self.site() != Site::Host {
+            return self.combine_complete_on_device(&to);
+        }
         // SAFETY: nobody else uses it during the call.
         let summed = unsafe { to.write() };
         self.call(output.py(), |pass| pass.core.combine_complete(summed))

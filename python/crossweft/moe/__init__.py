@@ -6,8 +6,9 @@ them.
 * :class:`Received`: what a dispatch brings, in one of four layouts.
 
 A token crosses once to each rank that has one of its experts. Rows are placed by prefix sums, always by source rank and
-then token, and all sums have one order: the same calls give the same bits. Tensors are in host memory: torch's,
-numpy's, or any buffer; those that are made here are of the kind of the tokens. ``crossweft.torch.moe`` has gradients.
+then token, and all sums have one order: the same calls give the same bits. Tensors are where the communicator computes:
+in host memory, torch's, numpy's, or any buffer, or on a CUDA device; those that are made here are of the kind of the
+tokens. ``crossweft.torch.moe`` has gradients.
 """
 
 from .._crossweft import MoeCounts as Counts

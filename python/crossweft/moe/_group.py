@@ -47,8 +47,13 @@ class Group:
     ``experts`` are those of all ranks together: ranks have equally many, one after the other, the first ranks one more
     where that does not go. A rank has at most ``max_tokens`` tokens in a call, of ``hidden`` elements of ``dtype``
     (bf16, f16, f32), whose bytes must be a multiple of 16, each for at most ``top_k`` experts (1 to 32). ``blocks``
-    thread blocks run each call. A call takes ``timeout`` seconds at most, as the communicator's if none are given. With
-    ``masking`` a rank that is gone or late is left out from then on, instead of failing the call.
+    thread blocks run each call: one on the CPU, 16 on a GPU if none are given. A call takes ``timeout`` seconds at
+    most, as the communicator's if none are given. With ``masking`` a rank that is gone or late is left out from then
+    on, instead of failing the call; on the CPU only.
+
+    Of a communicator on a CUDA device, tensors are on that device. Calls are launched in the order of the current
+    stream of the library that they are of, and return at once; they can be recorded into a graph, for which the handle
+    must be kept. What goes wrong on the device is raised by a later call, or by :meth:`check`.
 
     Collective. Calls are made one after the other, in the same order on every rank, whatever handles they are of. At
     most two may be sent and not yet completed. Raises UsageError, Mismatch, Timeout, PeerLost, DeviceError.
@@ -63,7 +68,7 @@ class Group:
         hidden: int,
         top_k: int,
         dtype: Any = "bf16",
-        blocks: int = 1,
+        blocks: int | None = None,
         timeout: float | None = None,
         masking: bool = False,
     ) -> None:
@@ -128,6 +133,10 @@ class Group:
         """Which ranks are left out, in rank order; each rank's own matter."""
         return self._core.masked
 
+    def check(self) -> None:
+        """Raises what went wrong in a call on a CUDA device that has ended; does not wait for those that have not."""
+        self._core.check()
+
     def set_masked(self, rank: int, masked: bool) -> None:
         """Leaves a rank out from the next call on, or takes it in again.
 
@@ -168,7 +177,8 @@ def _top_k(experts: Any, given: int | None) -> int:
 class Handle:
     """One forward pass: a dispatch, then any number of combines; another dispatch of the same routing may follow.
 
-    Each call blocks at most for the group's timeout, and leaves the interpreter to other threads meanwhile. Staged
+    Each call on the CPU blocks at most for the group's timeout, and leaves the interpreter to other threads meanwhile.
+    On a GPU only counts are waited for; a ``flat`` or ``expert_packed`` dispatch without ``out`` does that. Staged
     calls (``dispatch_send``, then ``dispatch_complete``) leave time for other work in between; they are completed in
     the order in which they were sent, whatever handles they are of. A handle that goes before what it has sent is
     completed makes its group useless.
@@ -203,7 +213,10 @@ class Handle:
         return self._core.allocated_bytes
 
     def counts(self) -> MoeCounts:
-        """How many rows the last dispatch brought, and where they lie. Raises UsageError if there was none."""
+        """How many rows the last dispatch brought, and where they lie; waits for it on a GPU.
+
+        Raises UsageError if there was none.
+        """
         return self._core.counts()
 
     def route(self, experts: Any, weights: Any | None = None, *, top_k: int | None = None) -> None:

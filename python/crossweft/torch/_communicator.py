@@ -347,10 +347,10 @@ class AllReduceCommunicator:
     ) -> torch.Tensor:
         """All-reduce, residual addition and RMS normalisation of tokens, in one call; a new tensor, or ``out``.
 
-        Contiguous host tensors ``(..., hidden)`` of f32, f16 or bf16. ``residual``, the same on every rank, is replaced
-        by its sum with the reduction. ``quantised`` (``torch.float8_e4m3fn``, like the tensor) gets the normalised
-        tokens divided by ``scale``: a number, or a tensor of f32 that is written, ``(...,)`` per token or ``(...,
-        ceil(hidden / 128))`` per group. Raises TensorError, UsageError.
+        Contiguous tensors ``(..., hidden)`` of f32, f16 or bf16. ``residual``, the same on every rank, is replaced by
+        its sum with the reduction. ``quantised`` (``torch.float8_e4m3fn``, like the tensor) gets the normalised tokens
+        divided by ``scale``: a number, or a tensor of f32 that is written, ``(...,)`` per token or ``(..., ceil(hidden
+        / 128))`` per group. Raises TensorError, UsageError.
         """
         self._accept("all_reduce_rms_norm", tensor)
         if not tensor.dim() or weight.shape != tensor.shape[-1:]:

@@ -6,12 +6,17 @@ use crossweft_collective::{
     AllReduceOptions, AllReduceRmsNorm, CollectiveError, Communicator, DataType, GROUP,
     PreparedCollective, Quantised, ReduceOp, RmsNormCall, RmsNormOptions, Scales,
 };
+use crossweft_executor::{NormBuffers, NormScales};
+use crossweft_hal::{Device, Memory};
 use crossweft_verify::{Mismatches, Pattern, RmsNorm, fill, fingerprint, reference_all_reduce};
 
 use super::options::{Norm, Quantise};
 
 /// The scale of what is quantised with one scale for all.
 const STATIC: f32 = 0.5;
+
+/// What has no all-reduce of its own.
+const ONE_LAUNCH: &str = "one-launch";
 
 /// Ready to be called; input and output lie elsewhere, the residual and what is quantised here.
 pub(super) struct Fused {
@@ -27,6 +32,38 @@ pub(super) struct Fused {
     residual: Vec<u8>,
     values: Vec<u8>,
     scales: Vec<f32>,
+    /// The same on a GPU, where calls are; what is above is then what they have left.
+    on_device: Option<Box<OnDevice>>,
+}
+
+/// The buffers of calls on a GPU.
+struct OnDevice {
+    weight: Memory,
+    residual: Memory,
+    values: Memory,
+    scales: Memory,
+    /// Of a message that is reduced for the reference.
+    sums: Memory,
+}
+
+impl OnDevice {
+    fn new(
+        device: &Device,
+        weight: &[u8],
+        (most, all): (u64, usize),
+    ) -> Result<Self, CollectiveError> {
+        // Memory of no bytes cannot be had; scales are fewer than elements, of four bytes.
+        let allocate = |bytes: u64| device.allocate(bytes.max(16));
+        let this = Self {
+            weight: allocate(weight.len() as u64)?,
+            residual: allocate(all as u64)?,
+            values: allocate(all as u64)?,
+            scales: allocate(4 * most)?,
+            sums: allocate(most)?,
+        };
+        this.weight.write(0, weight)?;
+        Ok(this)
+    }
 }
 
 /// Data of mixed sign and magnitude, the same on every rank.
@@ -49,12 +86,18 @@ impl Fused {
         let options = RmsNormOptions::new(dtype, hidden as usize, tokens);
         let plain = AllReduceOptions::new(dtype, ReduceOp::Sum, most);
         let elements = all / dtype.size();
+        let weight = data(dtype, seed + 1, token);
+        let on_device = match communicator.device() {
+            Device::Cpu => None,
+            device => Some(Box::new(OnDevice::new(device, &weight, (most, all))?)),
+        };
         Ok(Self {
             call: communicator.all_reduce_rms_norm(options)?,
             sums: communicator.all_reduce(plain)?,
+            on_device,
             quantise,
             dtype,
-            weight: data(dtype, seed + 1, token),
+            weight,
             before: data(dtype, seed + 2, most as usize),
             residual: vec![0; all],
             values: match quantise {
@@ -71,18 +114,77 @@ impl Fused {
 
     /// What the sums take.
     pub(super) fn algorithm(&self, bytes: u64) -> String {
-        self.call.all_reduce().explain(bytes).algorithm.to_string()
+        let tokens = bytes as usize / self.weight.len().max(1);
+        let all_reduce = self.call.all_reduce();
+        match all_reduce.filter(|_| !self.call.is_one_launch(tokens)) {
+            None => ONE_LAUNCH.to_owned(),
+            Some(call) => call.explain(bytes).algorithm.to_string(),
+        }
     }
 
     /// All choices for the sums.
     pub(super) fn chosen(&self) -> String {
-        self.call.all_reduce().selector().to_string()
+        let all_reduce = self.call.all_reduce();
+        all_reduce.map_or(ONE_LAUNCH.to_owned(), |call| call.selector().to_string())
     }
 
     /// The residual of a pair is what it was: a call adds to it.
-    pub(super) fn reset(&mut self, at: Range<usize>) {
-        let bytes = at.len();
-        self.residual[at].copy_from_slice(&self.before[..bytes]);
+    pub(super) fn reset(&mut self, at: Range<usize>) -> Result<(), CollectiveError> {
+        let before = &self.before[..at.len()];
+        match &self.on_device {
+            None => self.residual[at].copy_from_slice(before),
+            Some(device) => device.residual.write(at.start as u64, before)?,
+        }
+        Ok(())
+    }
+
+    /// One call on a GPU, on the buffers of a pair, of which the output lies at `at`, as the input does.
+    pub(super) fn run_at(
+        &mut self,
+        input: &Memory,
+        output: &Memory,
+        at: Range<usize>,
+    ) -> Result<(), CollectiveError> {
+        let Some(device) = &self.on_device else {
+            return Ok(());
+        };
+        let start = at.start as u64;
+        let values = (&device.values, self.values_at(&at).start as u64);
+        let scales = (&device.scales, 0);
+        let scales = match self.quantise {
+            Quantise::None => None,
+            Quantise::Tensor => Some(NormScales::Static(STATIC)),
+            Quantise::Token => Some(NormScales::PerToken(scales)),
+            Quantise::Group => Some(NormScales::PerGroup(scales)),
+        };
+        let buffers = NormBuffers {
+            input: (input, start),
+            residual: Some((&device.residual, start)),
+            weight: (&device.weight, 0),
+            output: (output, start),
+            quantised: scales.map(|scales| (values, scales)),
+        };
+        self.call.run_at(&buffers, at.len() / self.weight.len())
+    }
+
+    /// Brings what a call on a GPU has left beside its output, which lies at `at`.
+    pub(super) fn fetch(&mut self, at: &Range<usize>) -> Result<(), CollectiveError> {
+        let (values, scales) = (self.values_at(at), self.scales_of(at.len()));
+        let Some(device) = &self.on_device else {
+            return Ok(());
+        };
+        device
+            .residual
+            .read(at.start as u64, &mut self.residual[at.clone()])?;
+        device
+            .values
+            .read(values.start as u64, &mut self.values[values])?;
+        let mut bytes = vec![0; 4 * scales.len()];
+        device.scales.read(0, &mut bytes)?;
+        for (scale, bytes) in self.scales[scales].iter_mut().zip(bytes.chunks_exact(4)) {
+            *scale = bytes.try_into().map_or(f32::NAN, f32::from_le_bytes);
+        }
+        Ok(())
     }
 
     /// One call; the pair's buffers lie at `at`.
@@ -126,7 +228,15 @@ impl Fused {
                 let (dtype, op) = (self.dtype, ReduceOp::Sum);
                 reference_all_reduce(pattern, dtype, op, seed, ranks, 0, &mut sums);
             }
-            _ => self.sums.run(input, &mut sums)?,
+            _ => match &self.on_device {
+                None => self.sums.run(input, &mut sums)?,
+                Some(device) => {
+                    device.sums.write(0, input)?;
+                    let (at, bytes) = ((&device.sums, 0), input.len() as u64);
+                    self.sums.run_at(at, at, bytes)?;
+                    device.sums.read(0, &mut sums)?;
+                }
+            },
         }
         Ok(sums)
     }

@@ -282,7 +282,7 @@ impl<'a> Bench<'a> {
         let in_place = self.shape.in_place;
         let input = data.input(rank, spans.input.len());
         self.memory.write(&input, &spans, in_place)?;
-        self.reset(&spans);
+        self.reset(&spans)?;
         // Nobody may still be reading what is written above, nor write the output too early.
         self.line_up()?;
         self.call(message, turn)?;
@@ -290,8 +290,9 @@ impl<'a> Bench<'a> {
         let collective = self.options.collective;
         let content = |block| collective.content(world_size, rank, block);
         let mut bits = fingerprint(&result).to_le_bytes().to_vec();
-        let wrong = match &self.calls[self.current] {
+        let wrong = match &mut self.calls[self.current] {
             Call::Fused(fused) => {
+                fused.fetch(&spans.output)?;
                 bits.extend(fused.fingerprint(&spans.output).to_le_bytes());
                 let sums = fused.sums((pattern, data.seed), world_size, &input)?;
                 let of_sums = data.check(rank, message, content, &sums);
@@ -318,9 +319,10 @@ impl<'a> Bench<'a> {
     }
 
     /// What a call replaces beside its output is as it was.
-    fn reset(&mut self, spans: &Spans) {
-        if let Call::Fused(fused) = &mut self.calls[self.current] {
-            fused.reset(spans.output.clone());
+    fn reset(&mut self, spans: &Spans) -> Result<(), CollectiveError> {
+        match &mut self.calls[self.current] {
+            Call::Fused(fused) => fused.reset(spans.output.clone()),
+            _ => Ok(()),
         }
     }
 
@@ -340,7 +342,7 @@ impl<'a> Bench<'a> {
                     let spans = self.shape.spans(message, turn);
                     // In place the output is there too; either way the input is dirty before each call.
                     self.memory.write_input(spans.input.start, &data)?;
-                    self.reset(&spans);
+                    self.reset(&spans)?;
                 }
             }
             self.line_up()?;
@@ -379,8 +381,12 @@ impl<'a> Bench<'a> {
                         let at = spans.output;
                         fused.run(&input[spans.input], &mut output[at.clone()], at)
                     }
+                    Memory::Device { input, output } => {
+                        let output = output.as_ref().unwrap_or(input);
+                        fused.run_at(input, output, spans.output)
+                    }
                     // Refused with the options.
-                    _ => Ok(()),
+                    Memory::Symmetric { .. } => Ok(()),
                 };
             }
         };

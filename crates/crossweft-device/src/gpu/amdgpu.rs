@@ -15,6 +15,8 @@ use crate::memory::{Memory, Raw};
 unsafe extern "unadjusted" {
     #[link_name = "llvm.amdgcn.s.getreg"]
     fn getreg(register: i32) -> u32;
+    #[link_name = "llvm.amdgcn.ds.bpermute"]
+    fn bpermute(address: i32, value: i32) -> i32;
     #[link_name = "llvm.amdgcn.s.waitcnt"]
     fn waitcnt(counts: i32);
 }
@@ -66,6 +68,21 @@ pub fn vote_any(mine: u32) -> u32 {
     let any = amdgpu::ballot(mine != 0);
     compiler_fence(Ordering::AcqRel);
     (any != 0).into()
+}
+
+/// What `x` is on the thread of the warp, half a wave, whose index differs in the bits of `mask`.
+#[inline(always)]
+#[must_use]
+#[allow(clippy::cast_possible_wrap, clippy::cast_sign_loss, reason = "bits")]
+pub fn exchange(x: u32, mask: u32) -> u32 {
+    // SAFETY: moves registers.
+    unsafe { bpermute(((thread() ^ mask) * 4) as i32, x as i32) as u32 }
+}
+
+/// Brings the threads of a wave together, which they are; what they wrote before is behind them all.
+#[inline(always)]
+pub fn warp_sync() {
+    compiler_fence(Ordering::AcqRel);
 }
 
 /// Writes `mine` to a word that the threads of a block share, if it is 0; returns what it was.

@@ -3,9 +3,10 @@
 use core::marker::PhantomData;
 
 use super::machine::{
-    barrier_max, block_x, claim, opaque, ready, thread, threads, time_ns, vote_any,
+    barrier_max, block_x, claim, exchange, opaque, ready, thread, threads, time_ns, vote_any,
+    warp_sync,
 };
-use super::{GpuContext, StatusRecord};
+use super::{GpuContext, StatusRecord, WARP};
 use crate::block::Block;
 use crate::memory::{Memory, Raw};
 use crate::packet::is_of_other_size;
@@ -235,6 +236,41 @@ impl<S: Shared> Block for GpuBlock<S> {
     #[inline(always)]
     fn warp_any(&self, x: bool) -> bool {
         vote_any(x.into()) != 0
+    }
+
+    #[inline(always)]
+    fn warp_exchange(&self, x: u32, mask: u32) -> u32 {
+        exchange(x, mask)
+    }
+
+    #[inline(always)]
+    fn any(&self, x: bool) -> bool {
+        barrier_max::<0>(opaque(x.into())) != 0
+    }
+
+    #[inline(always)]
+    fn warp(&self) -> u32 {
+        thread() / WARP
+    }
+
+    #[inline(always)]
+    fn warps(&self) -> u32 {
+        threads() / WARP
+    }
+
+    #[inline(always)]
+    fn lane(&self) -> u32 {
+        thread() % WARP
+    }
+
+    #[inline(always)]
+    fn lanes(&self) -> u32 {
+        WARP
+    }
+
+    #[inline(always)]
+    fn warp_sync(&self) {
+        warp_sync();
     }
 
     #[inline(always)]

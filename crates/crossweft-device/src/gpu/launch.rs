@@ -246,6 +246,62 @@ pub struct SignalLaunch {
     pub reserved: u32,
 }
 
+/// How normalised tokens are quantised.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Quantisation {
+    /// Not at all.
+    #[default]
+    None = 0,
+    /// With one scale for all.
+    Static = 1,
+    /// With one for each token.
+    PerToken = 2,
+    /// With one for each group of a token ([`crate::norm::GROUP`]).
+    PerGroup = 3,
+}
+
+/// What becomes of reduced tokens ([`super::norm`]), and the one parameter of the kernel that begins with tokens which have
+/// been reduced. Addresses are the device's, aligned to an element at least.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Norm {
+    /// Where the tokens go, normalised; and where they are, reduced, if another kernel has done that.
+    pub output: u64,
+    /// The residual stream, which is added to and replaced; 0 if there is none.
+    pub residual: u64,
+    /// One token's weights.
+    pub weight: u64,
+    /// Where quantised tokens go.
+    pub values: u64,
+    /// Where the scales go that quantisation finds.
+    pub scales: u64,
+    /// Tokens.
+    pub tokens: u32,
+    /// Elements of a token, a multiple of 8, at most 16384.
+    pub hidden: u32,
+    /// What is added to the mean square.
+    pub epsilon: f32,
+    /// The scale of [`Quantisation::Static`].
+    pub scale: f32,
+    /// Whether there is a quantised copy.
+    pub quantisation: Quantisation,
+    /// Not 0 if `output`, `residual` and `weight` are aligned to 16 bytes, and `values` to 8.
+    pub aligned: u32,
+}
+
+/// The one parameter of the kernel that runs a one-shot plan and [`Norm`] in one piece
+/// ([`super::fused::one_shot_norm`]). Everything is aligned. Thread blocks, which need not be as many as the plan's, take
+/// whole tokens in turn; `step`, `output`, `op` and `divisor` of the plan's part do not count.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct OneShotNorm {
+    /// The reduction.
+    pub one_shot: OneShot,
+    /// What follows it.
+    pub norm: Norm,
+}
+
 /// The parameter of the one-shot all-reduce among the kernels for tests. Addresses are the device's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -283,6 +339,8 @@ const _: () =
     assert!(size_of::<SignalLaunch>() == size_of::<Semaphore>() + size_of::<GpuContext>() + 16);
 // A kernel brings its chains in pieces of 16 bytes.
 const _: () = assert!(size_of::<Transfer>() == 80);
+const _: () = assert!(size_of::<Norm>() == 64);
+const _: () = assert!(size_of::<OneShotNorm>() == size_of::<OneShot>() + size_of::<Norm>());
 const _: () = assert!(size_of::<Waiting>() == 40);
 const _: () = assert!(size_of::<StatusRecord>() == 32 + size_of::<Waiting>());
 const _: () = assert!(

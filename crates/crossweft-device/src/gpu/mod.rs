@@ -2,7 +2,7 @@
 //!
 //! Protocols are the same code as everywhere ([`crate::executor`], [`crate::semaphore`], ...). What
 //! differs is here: how the threads of a block share a copy, packets and a reduction ([`copy`],
-//! [`bulk`], [`packets`], [`lines`], [`reduce`], [`fused`]), how memory is reached, and how a wait spins and ends. All of it but
+//! [`bulk`], [`packets`], [`lines`], [`reduce`], [`norm`](mod@norm), [`fused`]), how memory is reached, and how a wait spins and ends. All of it but
 //! the last leaves, which are inline PTX, compiles for the host too and is tested there.
 
 pub mod bulk;
@@ -10,6 +10,8 @@ pub mod copy;
 pub mod fused;
 mod launch;
 pub mod lines;
+pub mod moe;
+pub mod norm;
 pub mod packets;
 pub mod reduce;
 pub mod scale;
@@ -27,8 +29,12 @@ pub use amdgpu as machine;
 #[cfg(target_arch = "nvptx64")]
 pub use nvptx as machine;
 
+/// Threads side by side that share a table; where a machine's warps are larger, there are several in one.
+pub const WARP: u32 = 32;
+
 pub use launch::{
-    ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, OneShot, OneShotLaunch,
-    OneShotScatter, PlanLaunch, Scale, SignalLaunch, StatusRecord, TwoShot,
+    ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, Norm, OneShot,
+    OneShotLaunch, OneShotNorm, OneShotScatter, PlanLaunch, Quantisation, Scale, SignalLaunch,
+    StatusRecord, TwoShot,
 };
 pub use reduce::{GpuReducer, MAX_OPERANDS, TABLE_BYTES};

@@ -176,6 +176,39 @@ pub fn vote_any(mine: u32) -> u32 {
     all
 }
 
+/// What `x` is on the thread of the warp whose index differs in the bits of `mask`.
+#[inline(always)]
+#[must_use]
+pub fn exchange(x: u32, mask: u32) -> u32 {
+    let other;
+    // SAFETY: blocks have whole warps, and all threads of one come here together.
+    unsafe {
+        asm!("shfl.sync.bfly.b32 {o}, {x}, {m}, 0x1f, 0xffffffff;", o = out(reg32) other, x = in(reg32) x,
+            m = in(reg32) mask, options(nostack));
+    }
+    other
+}
+
+/// The square root, rounded to nearest.
+#[inline(always)]
+#[must_use]
+pub fn sqrt(x: f32) -> f32 {
+    let root;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("sqrt.rn.f32 {r}, {x};", r = out(reg32) root, x = in(reg32) x,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    root
+}
+
+/// Brings the threads of a warp together; what they wrote before is behind them all.
+#[inline(always)]
+pub fn warp_sync() {
+    // SAFETY: blocks have whole warps, and all threads of one come here together. Clobbers memory, as a barrier must.
+    unsafe { asm!("bar.warp.sync 0xffffffff;", options(nostack)) };
+}
+
 /// Writes `mine` to a word that the threads of a block share, if it is 0; returns what it was.
 ///
 /// # Safety

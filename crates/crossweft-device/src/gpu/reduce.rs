@@ -84,6 +84,8 @@ pub trait GpuElement: Element {
     ) -> Self::Lanes;
     /// Lane by lane.
     fn map(a: Self::Lanes, f: impl Fn(Self::Acc) -> Self::Acc) -> Self::Lanes;
+    /// One lane after the other.
+    fn fold<T>(a: Self::Lanes, start: T, f: impl Fn(T, Self::Acc) -> T) -> T;
 }
 
 macro_rules! elements {
@@ -104,6 +106,13 @@ macro_rules! lanes {
         #[inline(always)]
         fn map(a: Self::Lanes, f: impl Fn(Self::Acc) -> Self::Acc) -> Self::Lanes {
             ($(f(a.$lane),)*)
+        }
+
+        #[inline(always)]
+        fn fold<T>(a: Self::Lanes, start: T, f: impl Fn(T, Self::Acc) -> T) -> T {
+            let all = start;
+            $(let all = f(all, a.$lane);)*
+            all
         }
     };
 }
@@ -319,6 +328,12 @@ macro_rules! bytes1 {
             fn map(a: Self::Lanes, f: impl Fn(Self::Acc) -> Self::Acc) -> Self::Lanes {
                 let four = |a: Quad<$t>| (f(a.0), f(a.1), f(a.2), f(a.3));
                 (four(a.0), four(a.1), four(a.2), four(a.3))
+            }
+
+            #[inline(always)]
+            fn fold<T>(a: Self::Lanes, start: T, f: impl Fn(T, Self::Acc) -> T) -> T {
+                let four = |all, q: Quad<$t>| f(f(f(f(all, q.0), q.1), q.2), q.3);
+                four(four(four(four(start, a.0), a.1), a.2), a.3)
             }
         }
     };

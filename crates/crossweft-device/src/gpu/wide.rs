@@ -95,6 +95,16 @@ mod machine {
         load8, store8, u64, "b64", reg64, u64;
     }
 
+    /// Has the line at an address brought near, which may be any.
+    #[inline(always)]
+    pub(in crate::gpu) fn prefetch(addr: u64) {
+        // SAFETY: a hint.
+        unsafe {
+            asm!("prefetch.global.L1 [{a}];", a = in(reg64) addr,
+                options(readonly, nostack, preserves_flags));
+        }
+    }
+
     #[inline(always)]
     pub(in crate::gpu) unsafe fn load16(addr: u64) -> Piece {
         let (a, b, c, d);
@@ -152,6 +162,9 @@ mod machine {
         load4, store4, u32;
         load8, store8, u64;
     }
+
+    #[inline(always)]
+    pub(in crate::gpu) const fn prefetch(_addr: u64) {}
 
     #[inline(always)]
     pub(in crate::gpu) unsafe fn load16(addr: u64) -> Piece {

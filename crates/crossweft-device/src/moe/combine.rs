@@ -8,9 +8,9 @@
 
 use super::rows::{Rows, Term};
 use super::{
-    COMPLETED, Call, Group, MAX_RANKS, MAX_TOP_K, NONE, ROWS, ROWS_FLAG, Routes, SENT,
-    WEIGHTS_FLAG, address_of, barrier, for_each_peer, give_credits, is_masked, next_to_complete,
-    next_to_send, packet, raise_flags, refuse, send_head, share, wait_for_credits, wait_for_flag,
+    Call, Group, NONE, ROWS_FLAG, Routes, Segments, WEIGHTS_FLAG, address_of, barrier,
+    finish_receiving, finish_sending, for_each_peer, is_masked, next_to_complete, next_to_send,
+    raise_flags, refuse, send_head, share, split, turn, wait_for_credits, wait_for_flag,
     wait_for_head,
 };
 use crate::block::Block;
@@ -135,78 +135,77 @@ pub unsafe fn send<B: Block, R: Rows>(
                 wait_for_flag(block, group, call, peer, WEIGHTS_FLAG)
             })?;
         }
-        let mut peer = 0;
+        let (mut peer, mut before) = (0, 0);
         while peer < geometry.ranks {
             let received: u32 = memory.read(routes.received + 4 * u64::from(peer));
-            let (mut slot, end) = share(received, index, group.blocks);
-            while slot < end && !is_masked(memory, group, peer) {
-                let to = address_of(memory, group, peer) + geometry.row(call, group.rank, slot);
-                send_row(block, rows, group, routes, input, (call, peer, slot), to);
-                slot += 1;
-                block.checkpoint();
+            if !is_masked(memory, group, peer) {
+                let what = (call, peer, share(received, index, group.blocks));
+                before += send_rows(block, rows, group, routes, input, what, before);
             }
             peer += 1;
         }
-        barrier(block, group)?;
-        if index == 0 {
-            raise_flags(block, group, call, ROWS_FLAG);
-            if block.thread() == 0 {
-                memory.store(group.state + SENT, call + 1);
-            }
-        }
+        finish_sending(block, group, call).map(drop)
     }
-    Ok(())
 }
 
-/// Block: what has become of a row, to `to`.
-unsafe fn send_row<B: Block, R: Rows>(
+/// Block: what has become of some rows of `source`, back to it. A warp does it for a segment of a row; `before` were there
+/// before. Returns how many these are.
+#[inline(always)]
+unsafe fn send_rows<B: Block, R: Rows>(
     block: &B,
     rows: &R,
     group: &Group,
     routes: &Routes,
     input: &Input,
-    (call, source, slot): (u64, u32, u32),
-    to: u64,
-) {
+    (call, source, slots): (u64, u32, (u32, u32)),
+    before: u32,
+) -> u32 {
     let memory = block.memory();
     let geometry = &group.geometry;
-    // SAFETY: the caller's promise.
-    unsafe {
-        if !routes.placement.is_by_expert() {
-            let base: u32 = memory.read(routes.bases + 4 * u64::from(source));
-            let from = input.rows + u64::from(base + slot) * input.payload_bytes;
-            return copy(block, to, from, input.payload_bytes);
+    let segments = Segments::of::<R>(input.payload_bytes);
+    let size = input.payload_bytes.checked_div(input.hidden).unwrap_or(1);
+    let mut item = slots.0 * segments.each + turn(block.warp(), block.warps(), before);
+    while item < slots.1 * segments.each {
+        let (slot, segment) = split(item, segments.each);
+        let (begin, bytes) = segments.at(segment);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = address_of(memory, group, source) + geometry.row(call, group.rank, slot);
+            if routes.placement.is_by_expert() {
+                let first = 4 * Routes::row(geometry, source, slot) * u64::from(geometry.top_k);
+                let weights = match input.weighting {
+                    Weighting::Given => {
+                        // As many side by side as the call has.
+                        let own = address_of(memory, group, group.rank);
+                        own + geometry.weights(call, source, slot)
+                    }
+                    _ => routes.received_weights + first,
+                };
+                // Addresses of what is not here are 0.
+                let term = |k: u32| {
+                    let position: u32 = memory.read(routes.positions + first + 4 * u64::from(k));
+                    if position == NONE {
+                        return Term::default();
+                    }
+                    let weight = match input.weighting {
+                        Weighting::One => 1.0,
+                        _ => memory.read(weights + 4 * u64::from(k)),
+                    };
+                    let address = input.rows + u64::from(position) * input.payload_bytes + begin;
+                    Term { address, weight }
+                };
+                let elements = bytes.checked_div(size).unwrap_or_default();
+                rows.sum(block, to + begin, (routes.top_k, term), elements);
+            } else {
+                let base: u32 = memory.read(routes.bases + 4 * u64::from(source));
+                let from = input.rows + u64::from(base + slot) * input.payload_bytes + begin;
+                rows.scatter(block, (1, |_| to + begin), from, bytes);
+            }
         }
-        let first = 4 * Routes::row(geometry, source, slot) * u64::from(geometry.top_k);
-        let weights = match input.weighting {
-            Weighting::Given => {
-                // As many side by side as the call has.
-                address_of(memory, group, group.rank) + geometry.weights(call, source, slot)
-            }
-            _ => routes.received_weights + first,
-        };
-        let mut terms = [Term::default(); MAX_TOP_K as usize];
-        let (mut k, mut count) = (0, 0);
-        for term in &mut terms {
-            // The next expert that is here.
-            let mut position = NONE;
-            while k < routes.top_k && position == NONE {
-                position = memory.read(routes.positions + first + 4 * u64::from(k));
-                k += 1;
-            }
-            if position == NONE {
-                break;
-            }
-            let weight = match input.weighting {
-                Weighting::One => 1.0,
-                _ => memory.read(weights + 4 * u64::from(k - 1)),
-            };
-            let address = input.rows + u64::from(position) * input.payload_bytes;
-            *term = Term { address, weight };
-            count += 1;
-        }
-        rows.sum(block, to, terms.get(..count).unwrap_or(&[]), input.hidden);
+        item += block.warps();
+        block.checkpoint();
     }
+    (slots.1 - slots.0) * segments.each
 }
 
 /// Waits for all rows of this rank's tokens and sums them into `output`, a row of `payload_bytes` for each token; one
@@ -231,6 +230,8 @@ pub unsafe fn receive<B: Block, R: Rows>(
     // SAFETY: the caller's promise, here and in all functions that are called.
     unsafe {
         let call = next_to_complete(block, group);
+        let ranks = u64::from(geometry.ranks);
+        let returns = group.returns + 4 * u64::from(index) * ranks;
         for_each_peer(block, group, |peer| {
             let rows = wait_for_head(block, group, (call, peer), input.call)?;
             let sent: u32 = memory.read(routes.sent + 4 * u64::from(peer));
@@ -238,53 +239,37 @@ pub unsafe fn receive<B: Block, R: Rows>(
             if rows != 0 && rows != sent {
                 return Err(refuse(block, peer, sent, rows));
             }
+            let at = returns + 4 * u64::from(peer);
+            memory.write(at, u32::from(rows != 0));
             wait_for_flag(block, group, call, peer, ROWS_FLAG)
         })?;
         let area = address_of(memory, group, group.rank);
-        let (mut token, end) = share(routes.tokens, index, group.blocks);
-        while token < end {
-            let mut terms = [Term::default(); MAX_RANKS as usize];
-            let (mut rank, mut count) = (0, 0);
-            for term in &mut terms {
-                let mut slot = NONE;
-                while rank < geometry.ranks && slot == NONE {
-                    let at = u64::from(token) * u64::from(geometry.ranks) + u64::from(rank);
-                    if sends_back(memory, group, call, rank) {
-                        slot = memory.read(routes.slots + 4 * at);
-                    }
-                    rank += 1;
+        let tokens = share(routes.tokens, index, group.blocks);
+        let segments = Segments::of::<R>(input.payload_bytes);
+        let size = input.payload_bytes.checked_div(input.hidden).unwrap_or(1);
+        // A warp for each segment of a token.
+        let mut item = tokens.0 * segments.each + block.warp();
+        while item < tokens.1 * segments.each {
+            let (token, segment) = split(item, segments.each);
+            let (begin, bytes) = segments.at(segment);
+            let term = |rank: u32| {
+                let returned = !is_masked(memory, group, rank)
+                    && memory.read::<u32>(returns + 4 * u64::from(rank)) != 0;
+                let at = u64::from(token) * ranks + u64::from(rank);
+                match memory.read(routes.slots + 4 * at) {
+                    slot if returned && slot != NONE => Term {
+                        address: area + geometry.row(call, rank, slot) + begin,
+                        weight: 1.0,
+                    },
+                    _ => Term::default(),
                 }
-                if slot == NONE {
-                    break;
-                }
-                let address = area + geometry.row(call, rank - 1, slot);
-                *term = Term {
-                    address,
-                    weight: 1.0,
-                };
-                count += 1;
-            }
-            let to = output + u64::from(token) * input.payload_bytes;
-            rows.sum(block, to, terms.get(..count).unwrap_or(&[]), input.hidden);
-            token += 1;
+            };
+            let to = output + u64::from(token) * input.payload_bytes + begin;
+            let elements = bytes.checked_div(size).unwrap_or_default();
+            rows.sum(block, to, (geometry.ranks, term), elements);
+            item += block.warps();
             block.checkpoint();
         }
-        barrier(block, group)?;
-        if index == 0 {
-            give_credits(block, group, call);
-            if block.thread() == 0 {
-                memory.store(group.state + COMPLETED, call + 1);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Whether a rank whose packets have come sends rows back.
-#[inline(always)]
-unsafe fn sends_back<M: Memory>(memory: &M, group: &Group, call: u64, rank: u32) -> bool {
-    // SAFETY: the caller's promise.
-    unsafe {
-        !is_masked(memory, group, rank) && packet(memory, group, (call, rank), ROWS) as u32 != 0
+        finish_receiving(block, group, call)
     }
 }

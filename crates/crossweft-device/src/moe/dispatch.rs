@@ -5,15 +5,14 @@
 
 use super::rows::Rows;
 use super::{
-    COMPLETED, Call, Group, HEAD, NONE, Placement, ROWS_FLAG, Routes, SENT, address_of, align,
-    barrier, for_each_peer, give_credits, is_masked, next_to_complete, next_to_send, raise_flags,
-    refuse, send_head, send_packet, share, wait_for_credits, wait_for_flag, wait_for_head,
-    wait_for_packet,
+    ALONE, Call, DISPATCHES, GROUP, Group, HEAD, Marked, NONE, Phase, Placement, ROWS_FLAG, Routes,
+    Segments, address_of, align, barrier, finish_receiving, finish_sending, for_each_peer,
+    is_masked, next_to_complete, next_to_send, refuse, send_head, send_packet, share, site, split,
+    turn, wait_for_credits, wait_for_flag, wait_for_head, wait_for_packet,
 };
 use crate::block::Block;
-use crate::channel::copy;
 use crate::memory::Memory;
-use crate::wait::Stopped;
+use crate::wait::{Stopped, WaitKind, Waiting};
 
 /// What rows hold besides plain elements. The discriminants are part of the device ABI.
 #[repr(u32)]
@@ -29,6 +28,20 @@ pub enum Quantise {
     PowersOfTwo = 2,
     /// The same, and each scale is only its biased exponent, one byte (UE8M0).
     Exponents = 3,
+}
+
+/// Where a pass's tokens go, as the caller has it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Choices {
+    /// Address of the experts, `[tokens][top-k]`, below 0 for none.
+    pub experts: u64,
+    /// Address of their weights, f32; 0 if all are 1.
+    pub weights: u64,
+    /// Whether experts are i64, not i32.
+    pub wide: u32,
+    /// Not used.
+    pub reserved: u32,
 }
 
 /// What a dispatch sends.
@@ -82,6 +95,57 @@ pub struct Output {
 const TOKEN: u64 = 0;
 const EXPERTS: u64 = 8;
 
+/// Block: takes where its tokens go; before [`send`], which needs nobody else's. A thread does it for a choice.
+///
+/// # Errors
+/// [`Stopped`]: an expert does not exist. Its number, and that of the choice, is in what the wait hook is told
+/// ([`Phase::Choices`]).
+///
+/// # Safety
+/// As for [`send`], but for experts; `choices` must be valid for the pass's tokens.
+pub unsafe fn route<B: Block>(
+    block: &B,
+    group: &Group,
+    routes: &Routes,
+    choices: &Choices,
+    index: u32,
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    let geometry = &group.geometry;
+    let tokens = share(routes.tokens, index, group.blocks);
+    let (mut pair, mut mine) = (tokens.0 * routes.top_k + block.thread(), Ok(()));
+    while pair < tokens.1 * routes.top_k && mine.is_ok() {
+        let (token, k) = split(pair, routes.top_k);
+        let (from, to) = (
+            u64::from(pair),
+            u64::from(token) * u64::from(geometry.top_k) + u64::from(k),
+        );
+        // SAFETY: the caller's promise.
+        unsafe {
+            let expert = match choices.wide {
+                0 => memory.read::<i32>(choices.experts + 4 * from).into(),
+                _ => memory.read::<i64>(choices.experts + 8 * from),
+            };
+            let weight = match choices.weights {
+                0 => 1.0,
+                weights => memory.read::<f32>(weights + 4 * from),
+            };
+            if expert < -1 || expert >= i64::from(geometry.experts) {
+                mine = Err(block.refuse(&Waiting {
+                    site: site(WaitKind::Envelope, group.rank, Phase::Choices),
+                    spins: pair,
+                    expected: geometry.experts.into(),
+                    seen: expert as u64,
+                }));
+            }
+            memory.write(routes.experts + 4 * to, expert as i32);
+            memory.write(routes.weights + 4 * to, weight);
+        }
+        pair += block.threads();
+    }
+    block.sync(mine)
+}
+
 /// Sends this rank's tokens. Returns when they have left: the input may be changed then.
 ///
 /// # Errors
@@ -103,231 +167,258 @@ pub unsafe fn send<B: Block, R: Rows>(
         let call = next_to_send(block, group);
         wait_for_credits(block, group, call)?;
         let tokens = share(routes.tokens, index, group.blocks);
-        count_own(block, group, routes, tokens, index);
-        barrier(block, group)?;
-        give_slots(block, group, routes, tokens, index);
+        // Of few tokens, a block marks all, and waits for no other.
+        let is_alone = routes.tokens <= ALONE;
+        let marked = Marked::of(block.memory(), group, (index, is_alone));
+        if is_alone {
+            mark(block, group, routes, marked, (0, routes.tokens));
+            block.sync(Ok(()))?;
+        } else {
+            mark(block, group, routes, marked, tokens);
+            barrier(block, group)?;
+        }
         let mut peer = index;
         while peer < group.geometry.ranks {
             if !is_masked(block.memory(), group, peer) {
-                announce(block, group, (call, peer), input.call);
+                announce(block, group, routes, marked, (call, peer), input.call);
             }
             block.wake(peer);
             peer += group.blocks;
         }
+        give_slots(block, group, routes, (marked, tokens), index);
         block.sync(Ok(()))?;
-        let mut token = tokens.0;
-        while token < tokens.1 {
-            send_token(block, rows, group, routes, input, (call, token), index)?;
-            token += 1;
-            block.checkpoint();
-        }
-        barrier(block, group)?;
-        if index == 0 {
-            raise_flags(block, group, call, ROWS_FLAG);
-            if block.thread() == 0 {
-                block.memory().store(group.state + SENT, call + 1);
-            }
+        send_tokens(
+            block,
+            rows,
+            group,
+            routes,
+            input,
+            (marked, call, tokens),
+            index,
+        );
+        marked.clear_last(block, group, index);
+        if finish_sending(block, group, call)? && block.thread() == 0 {
+            let memory = block.memory();
+            let dispatches = memory.load(group.state + DISPATCHES);
+            memory.store(group.state + DISPATCHES, dispatches + 1);
         }
     }
     Ok(())
 }
 
-/// The `k`-th expert of a token, if `rank` has it and no earlier one is the same.
+/// Block: marks where tokens go. A thread does it for a choice.
 #[inline(always)]
-unsafe fn expert_of<M: Memory>(
-    memory: &M,
-    group: &Group,
-    routes: &Routes,
-    (token, k): (u32, u32),
-    rank: u32,
-) -> Option<u32> {
-    let geometry = &group.geometry;
-    // Negative ones are no rank's.
-    let at = |k: u32| {
-        let index = u64::from(token) * u64::from(geometry.top_k) + u64::from(k);
-        // SAFETY: the caller's promise.
-        unsafe { memory.read::<i32>(routes.experts + 4 * index) as u32 }
-    };
-    let expert = at(k);
-    let here = geometry.first_expert(rank) <= expert && expert < geometry.first_expert(rank + 1);
-    let mut before = 0;
-    while here && before < k {
-        if at(before) == expert {
-            return None;
-        }
-        before += 1;
-    }
-    here.then_some(expert)
-}
-
-/// Block: counts its tokens' rows to each rank and expert. A thread counts for a rank: no two touch one counter.
-unsafe fn count_own<B: Block>(
+unsafe fn mark<B: Block>(
     block: &B,
     group: &Group,
     routes: &Routes,
+    marked: Marked,
     tokens: (u32, u32),
-    index: u32,
 ) {
     let memory = block.memory();
     let geometry = &group.geometry;
-    let of_rank = |rank: u32| {
-        group.block_rows + 4 * (u64::from(index) * u64::from(geometry.ranks) + u64::from(rank))
-    };
-    let of_expert = |expert: u32| {
-        group.block_experts
-            + 4 * (u64::from(index) * u64::from(geometry.experts) + u64::from(expert))
-    };
-    let mut rank = block.thread();
-    while rank < geometry.ranks {
-        // SAFETY: the caller's promise; the block's own counters.
-        unsafe {
-            let mut expert = geometry.first_expert(rank);
-            while expert < geometry.first_expert(rank + 1) {
-                memory.write(of_expert(expert), 0_u32);
-                expert += 1;
+    let mut pair = tokens.0 * routes.top_k + block.thread();
+    while pair < tokens.1 * routes.top_k {
+        let (token, k) = split(pair, routes.top_k);
+        // Negative ones are nobody's.
+        let at = |k: u32| {
+            let index = u64::from(token) * u64::from(geometry.top_k) + u64::from(k);
+            // SAFETY: the caller's promise.
+            unsafe { memory.read::<i32>(routes.experts + 4 * index) as u32 }
+        };
+        let expert = at(k);
+        if expert < geometry.experts {
+            let rank = geometry.rank_of(expert);
+            let (first, end) = (geometry.first_expert(rank), geometry.first_expert(rank + 1));
+            let (mut is_first, mut is_first_of_rank) = (true, true);
+            let mut before = 0;
+            while before < k {
+                let other = at(before);
+                is_first &= other != expert;
+                is_first_of_rank &= other < first || other >= end;
+                before += 1;
             }
-            let (mut token, mut count) = (tokens.0, 0_u32);
-            while token < tokens.1 {
-                let (mut k, mut is_sent) = (0, false);
-                while k < routes.top_k {
-                    if let Some(expert) = expert_of(memory, group, routes, (token, k), rank) {
-                        let of = of_expert(expert);
-                        memory.write(of, memory.read::<u32>(of) + 1);
-                        is_sent = true;
-                    }
-                    k += 1;
+            // SAFETY: the caller's promise.
+            unsafe {
+                if is_first {
+                    marked.of_number(geometry, expert).mark(memory, token);
                 }
-                count += u32::from(is_sent);
-                token += 1;
+                if is_first_of_rank {
+                    marked
+                        .of_number(geometry, geometry.experts + rank)
+                        .mark(memory, token);
+                }
             }
-            memory.write(of_rank(rank), count);
         }
-        rank += block.threads();
+        pair += block.threads();
     }
 }
 
-/// The sum of a counter over the first `blocks` thread blocks.
+/// Block: gives its tokens their slots; none to ranks that are masked, which will send nothing back. A thread does it for
+/// a token and a rank.
 #[inline(always)]
-unsafe fn sum_of<M: Memory>(memory: &M, first: u64, stride: u32, blocks: u32) -> u32 {
-    let (mut sum, mut block) = (0, 0);
-    while block < blocks {
-        // SAFETY: the caller's promise.
-        sum += unsafe { memory.read::<u32>(first + 4 * u64::from(block) * u64::from(stride)) };
-        block += 1;
-    }
-    sum
-}
-
-/// Block: gives its tokens their slots, after those of the blocks before it; none to ranks that are masked, which will
-/// send nothing back. A thread does it for a rank.
 unsafe fn give_slots<B: Block>(
     block: &B,
     group: &Group,
     routes: &Routes,
-    tokens: (u32, u32),
+    (marked, tokens): (Marked, (u32, u32)),
     index: u32,
 ) {
     let memory = block.memory();
     let geometry = &group.geometry;
-    let mut rank = block.thread();
-    while rank < geometry.ranks {
-        // SAFETY: the caller's promise; the block's own tokens, and counters that a barrier has ordered.
+    let mut pair = tokens.0 * geometry.ranks + block.thread();
+    while pair < tokens.1 * geometry.ranks {
+        let (token, rank) = split(pair, geometry.ranks);
+        // SAFETY: the caller's promise; a barrier has ordered the marks.
         unsafe {
-            let counter = group.block_rows + 4 * u64::from(rank);
-            let mut slot = sum_of(memory, counter, geometry.ranks, index);
-            let is_masked = is_masked(memory, group, rank);
-            let mut token = tokens.0;
-            while token < tokens.1 {
-                let (mut k, mut is_sent) = (0, false);
-                while k < routes.top_k && !is_sent && !is_masked {
-                    is_sent = expert_of(memory, group, routes, (token, k), rank).is_some();
-                    k += 1;
-                }
-                let at = u64::from(token) * u64::from(geometry.ranks) + u64::from(rank);
-                memory.write(routes.slots + 4 * at, if is_sent { slot } else { NONE });
-                slot += u32::from(is_sent);
-                token += 1;
-            }
-            if index + 1 == group.blocks {
-                memory.write(routes.sent + 4 * u64::from(rank), slot);
-            }
+            let marks = marked.of_number(geometry, geometry.experts + rank);
+            let is_sent = marks.is_marked(memory, token) && !is_masked(memory, group, rank);
+            let slot = if is_sent {
+                marks.before(memory, token)
+            } else {
+                NONE
+            };
+            memory.write(routes.slots + 4 * u64::from(pair), slot);
+        }
+        pair += block.threads();
+    }
+    let mut rank = block.thread();
+    while index == 0 && rank < geometry.ranks {
+        // SAFETY: as above.
+        unsafe {
+            let sent = match is_masked(memory, group, rank) {
+                true => 0,
+                false => marked
+                    .of_number(geometry, geometry.experts + rank)
+                    .before(memory, routes.tokens),
+            };
+            memory.write(routes.sent + 4 * u64::from(rank), sent);
         }
         rank += block.threads();
     }
 }
 
 /// Block: tells a rank what will come.
-unsafe fn announce<B: Block>(block: &B, group: &Group, (call, peer): (u64, u32), what: Call) {
+#[inline(always)]
+unsafe fn announce<B: Block>(
+    block: &B,
+    group: &Group,
+    routes: &Routes,
+    marked: Marked,
+    (call, peer): (u64, u32),
+    what: Call,
+) {
     let memory = block.memory();
     let geometry = &group.geometry;
-    // SAFETY: the caller's promise; a barrier has ordered the counters.
+    // SAFETY: the caller's promise; a barrier has ordered the marks.
     unsafe {
         let mut local = block.thread();
         while local < geometry.local_experts(peer) {
             let expert = geometry.first_expert(peer) + local;
-            let counter = group.block_experts + 4 * u64::from(expert);
-            let count = sum_of(memory, counter, geometry.experts, group.blocks);
+            let count = marked
+                .of_number(geometry, expert)
+                .before(memory, routes.tokens);
             send_packet(block, group, (call, peer), HEAD + local, count);
             local += block.threads();
         }
-        let counter = group.block_rows + 4 * u64::from(peer);
-        let rows = sum_of(memory, counter, geometry.ranks, group.blocks);
+        let rows = marked
+            .of_number(geometry, geometry.experts + peer)
+            .before(memory, routes.tokens);
         send_head(block, group, (call, peer), what, rows);
     }
 }
 
-/// Block: sends a token to all ranks that it goes to.
-unsafe fn send_token<B: Block, R: Rows>(
+/// Block: sends its tokens to all ranks that they go to. A warp does it for a segment of a token.
+#[inline(always)]
+unsafe fn send_tokens<B: Block, R: Rows>(
     block: &B,
     rows: &R,
     group: &Group,
     routes: &Routes,
     input: &Input,
-    (call, token): (u64, u32),
+    (marked, call, tokens): (Marked, u64, (u32, u32)),
     index: u32,
-) -> Result<(), Stopped> {
+) {
     let memory = block.memory();
     let geometry = &group.geometry;
-    let at = u64::from(token);
-    let mut elements = input.tokens + at * input.token_bytes;
-    let mut scales = input.scales + at * input.scale_bytes;
-    // SAFETY: the caller's promise; slots are below the most tokens, rows are for this rank to write.
-    unsafe {
-        if input.quantise != Quantise::No {
-            let staging = group.staging + u64::from(index) * geometry.row_bytes();
-            let to = staging + align(input.payload_bytes, 16);
-            rows.quantise(block, (staging, to), elements, input.hidden, input.quantise);
-            block.sync(Ok(()))?;
-            (elements, scales) = (staging, to);
-        }
-        let mut rank = 0;
-        while rank < geometry.ranks {
-            let slot: u32 =
-                memory.read(routes.slots + 4 * (at * u64::from(geometry.ranks) + u64::from(rank)));
-            if slot != NONE {
-                let row = address_of(memory, group, rank) + geometry.row(call, group.rank, slot);
-                copy(block, row, elements, input.payload_bytes);
-                if input.scale_bytes > 0 {
-                    let to = row + align(input.payload_bytes, 16);
-                    copy(block, to, scales, input.scale_bytes);
+    let segments = Segments::of::<R>(input.token_bytes);
+    let mut item = tokens.0 * segments.each + block.warp();
+    while item < tokens.1 * segments.each {
+        let (token, segment) = split(item, segments.each);
+        let (begin, bytes) = segments.at(segment);
+        let at = u64::from(token);
+        // SAFETY: the caller's promise; slots are below the most tokens, rows are for this rank to write.
+        unsafe {
+            let row_at = |rank: u32| {
+                let slot: u32 = memory
+                    .read(routes.slots + 4 * (at * u64::from(geometry.ranks) + u64::from(rank)));
+                match slot {
+                    NONE => 0,
+                    slot => address_of(memory, group, rank) + geometry.row(call, group.rank, slot),
                 }
-                describe(block, group, routes, (token, rank), row + geometry.meta());
+            };
+            let below = |offset: u64| {
+                move |rank| match row_at(rank) {
+                    0 => 0,
+                    row => row + offset,
+                }
+            };
+            let from = input.tokens + at * input.token_bytes + begin;
+            let scales_at = align(input.payload_bytes, 16);
+            if input.quantise == Quantise::No {
+                rows.scatter(block, (geometry.ranks, below(begin)), from, bytes);
+                if input.scale_bytes > 0 && segment == 0 {
+                    let from = input.scales + at * input.scale_bytes;
+                    let to = below(scales_at);
+                    rows.scatter(block, (geometry.ranks, to), from, input.scale_bytes);
+                }
+            } else {
+                let size = input.token_bytes.checked_div(input.hidden).unwrap_or(1);
+                let (first, elements) = (
+                    begin.checked_div(size).unwrap_or_default(),
+                    bytes.checked_div(size).unwrap_or_default(),
+                );
+                let each = match input.quantise {
+                    Quantise::Exponents => 1,
+                    _ => 4,
+                };
+                let warp = u64::from(index) * u64::from(block.warps()) + u64::from(block.warp());
+                let staging = group.staging + warp * group.staging_bytes;
+                let scales = staging + align(elements, 16);
+                rows.quantise(block, (staging, scales), from, elements, input.quantise);
+                rows.scatter(block, (geometry.ranks, below(first)), staging, elements);
+                let to = below(scales_at + first / GROUP * each);
+                let bytes = elements.div_ceil(GROUP) * each;
+                rows.scatter(block, (geometry.ranks, to), scales, bytes);
             }
-            rank += 1;
+            let mut rank = 0;
+            while rank < geometry.ranks && segment == 0 {
+                let row = row_at(rank);
+                if row != 0 {
+                    describe(
+                        block,
+                        group,
+                        routes,
+                        marked,
+                        (token, rank),
+                        row + geometry.meta(),
+                    );
+                }
+                rank += 1;
+            }
         }
-        // The staging is used again.
-        match input.quantise {
-            Quantise::No => Ok(()),
-            _ => block.sync(Ok(())),
-        }
+        item += block.warps();
+        block.checkpoint();
     }
 }
 
-/// Block: writes what a row to `rank` is.
+/// Warp: writes what a row to `rank` is.
+#[inline(always)]
 unsafe fn describe<B: Block>(
     block: &B,
     group: &Group,
     routes: &Routes,
+    marked: Marked,
     (token, rank): (u32, u32),
     meta: u64,
 ) {
@@ -335,29 +426,37 @@ unsafe fn describe<B: Block>(
     let geometry = &group.geometry;
     // SAFETY: the caller's promise.
     unsafe {
-        if block.thread() == 0 {
+        if block.lane() == 0 {
             memory.write(meta + TOKEN, token);
         }
-        let weights = meta + EXPERTS + 4 * u64::from(geometry.top_k);
-        let mut k = block.thread();
+        let places = meta + EXPERTS + 4 * u64::from(geometry.top_k);
+        let weights = places + 4 * u64::from(geometry.top_k);
+        let mut k = block.lane();
         while k < routes.top_k {
             let from = 4 * (u64::from(token) * u64::from(geometry.top_k) + u64::from(k));
             let expert: i32 = memory.read(routes.experts + from);
             let local = (expert as u32).wrapping_sub(geometry.first_expert(rank));
             let is_there = expert >= 0 && local < geometry.local_experts(rank);
-            let local = if is_there { local as i32 } else { -1 };
-            memory.write(meta + EXPERTS + 4 * u64::from(k), local);
+            let at = 4 * u64::from(k);
             memory.write(
-                weights + 4 * u64::from(k),
-                memory.read::<f32>(routes.weights + from),
+                meta + EXPERTS + at,
+                if is_there { local as i32 } else { -1 },
             );
-            k += block.threads();
+            if is_there {
+                let place = marked
+                    .of_number(geometry, expert as u32)
+                    .before(memory, token);
+                memory.write(places + at, place);
+            }
+            memory.write(weights + at, memory.read::<f32>(routes.weights + from));
+            k += block.lanes();
         }
     }
 }
 
 /// Waits until all ranks have said what will come, and decides where it goes: fills [`Routes::received`],
-/// [`Routes::counts`], [`Routes::begins`], [`Routes::bases`] and [`Routes::offsets`].
+/// [`Routes::counts`], [`Routes::begins`], [`Routes::bases`] and [`Routes::offsets`], which each thread block does for
+/// itself.
 ///
 /// # Errors
 /// [`Stopped`]: a wait was ended, or a rank makes another call.
@@ -369,11 +468,7 @@ pub unsafe fn count<B: Block>(
     group: &Group,
     routes: &Routes,
     what: Call,
-    index: u32,
 ) -> Result<(), Stopped> {
-    if index != 0 {
-        return Ok(());
-    }
     let memory = block.memory();
     let geometry = &group.geometry;
     let own = geometry.local_experts(group.rank);
@@ -385,45 +480,43 @@ pub unsafe fn count<B: Block>(
             memory.write(routes.received + 4 * u64::from(source), rows);
             Ok(())
         })?;
-        let mut mine = Ok(());
-        let mut source = 0;
+        let mut source = block.thread();
         while source < geometry.ranks {
-            let is_masked = is_masked(memory, group, source);
-            if is_masked && block.thread() == 0 {
+            if is_masked(memory, group, source) {
                 memory.write(routes.received + 4 * u64::from(source), 0_u32);
             }
-            let mut local = block.thread();
-            while local < own && mine.is_ok() {
-                let count = match is_masked {
-                    true => Ok(0),
-                    false => wait_for_packet(block, group, (call, source), HEAD + local),
-                };
-                let at =
-                    4 * (u64::from(source) * u64::from(geometry.most_experts()) + u64::from(local));
-                match count {
-                    Ok(count) => memory.write(routes.counts + at, count),
-                    Err(stopped) => mine = Err(stopped),
-                }
-                local += block.threads();
+            source += block.threads();
+        }
+        // A thread waits for a source and an expert.
+        let mut mine = Ok(());
+        let mut pair = block.thread();
+        while pair < geometry.ranks * own && mine.is_ok() {
+            let (source, local) = split(pair, own);
+            let rows: u32 = memory.read(routes.received + 4 * u64::from(source));
+            let count = match is_masked(memory, group, source) {
+                true => Ok(0),
+                false => wait_for_packet(block, group, (call, source), HEAD + local),
+            };
+            // None has more for an expert than rows.
+            let count = count.and_then(|count| match count <= rows {
+                true => Ok(count),
+                false => Err(refuse(block, source, rows, count)),
+            });
+            let at =
+                4 * (u64::from(source) * u64::from(geometry.most_experts()) + u64::from(local));
+            match count {
+                Ok(count) => memory.write(routes.counts + at, count),
+                Err(stopped) => mine = Err(stopped),
             }
-            source += 1;
+            pair += block.threads();
         }
         block.sync(mine)?;
-        let mine = match block.thread() {
-            0 => check(block, group, routes, own),
-            _ => Ok(()),
-        };
-        block.sync(mine)?;
-        if block.thread() == 0 {
-            place(memory, group, routes, own);
-        }
+        place(block, group, routes, own)
     }
-    block.sync(Ok(()))
 }
 
-/// Whether what was announced can be: no source has more for an expert than rows, or more in all than its rows can be
-/// for. What is laid out by counts stays where it belongs then, whatever peers say. One thread.
-unsafe fn check<B: Block>(
+/// Block: decides where what comes goes.
+unsafe fn place<B: Block>(
     block: &B,
     group: &Group,
     routes: &Routes,
@@ -431,71 +524,93 @@ unsafe fn check<B: Block>(
 ) -> Result<(), Stopped> {
     let memory = block.memory();
     let geometry = &group.geometry;
-    let mut source = 0;
-    while source < geometry.ranks {
-        // SAFETY: the caller's promise.
-        let rows: u32 = unsafe { memory.read(routes.received + 4 * u64::from(source)) };
-        let first = u64::from(source) * u64::from(geometry.most_experts());
-        let (mut local, mut sum) = (0, 0);
-        while local < own {
-            // SAFETY: as above.
-            let count: u32 = unsafe { memory.read(routes.counts + 4 * (first + u64::from(local))) };
-            sum += u64::from(count);
-            if count > rows || sum > u64::from(rows) * u64::from(routes.top_k) {
-                return Err(refuse(block, source, rows, count));
-            }
-            local += 1;
-        }
-        source += 1;
-    }
-    Ok(())
-}
-
-/// Decides where what comes goes. One thread.
-unsafe fn place<M: Memory>(memory: &M, group: &Group, routes: &Routes, own: u32) {
-    let geometry = &group.geometry;
-    let is_flat = routes.placement == Placement::Flat;
+    let tokens = geometry.ranks * geometry.max_tokens;
+    let (most, is_by_expert) = (
+        u64::from(geometry.most_experts()),
+        routes.placement.is_by_expert(),
+    );
     // SAFETY: the caller's promise.
     unsafe {
-        let (mut source, mut base) = (0, 0);
-        while source < geometry.ranks {
-            if !is_flat {
-                base = source * geometry.max_tokens;
-            }
-            memory.write(routes.bases + 4 * u64::from(source), base);
-            if is_flat {
-                base += memory.read::<u32>(routes.received + 4 * u64::from(source));
-            }
-            source += 1;
-        }
-        let mut end = match routes.placement {
-            Placement::Flat => base,
-            Placement::RankMajor => geometry.ranks * geometry.max_tokens,
-            _ => 0,
-        };
-        let mut local = 0;
-        while local < own {
-            if routes.placement.is_by_expert() {
-                memory.write(routes.offsets + 4 * u64::from(local), end);
-            }
-            let (mut source, mut next) = (0, end);
+        if block.thread() == 0 {
+            let (mut source, mut base) = (0, 0);
             while source < geometry.ranks {
-                let at = u64::from(source) * u64::from(geometry.most_experts()) + u64::from(local);
-                memory.write(routes.begins + 4 * at, next);
-                next += memory.read::<u32>(routes.counts + 4 * at);
+                if routes.placement != Placement::Flat {
+                    base = source * geometry.max_tokens;
+                }
+                memory.write(routes.bases + 4 * u64::from(source), base);
+                if routes.placement == Placement::Flat {
+                    base += memory.read::<u32>(routes.received + 4 * u64::from(source));
+                }
                 source += 1;
             }
-            match routes.placement {
-                Placement::ExpertMajor => end += geometry.ranks * geometry.max_tokens,
-                Placement::ExpertPacked => {
-                    end += align(u64::from(next - end), u64::from(routes.alignment)) as u32;
-                }
-                _ => {}
+            let rows = match routes.placement {
+                Placement::Flat => base,
+                _ => tokens,
+            };
+            if !is_by_expert {
+                memory.write(routes.offsets + 4 * u64::from(own), rows);
             }
+        }
+        // How many rows each expert takes up, then where they begin. A thread has some experts side by side.
+        let experts = share(own, block.thread(), block.threads());
+        let mut local = experts.0;
+        while local < experts.1 {
+            let (mut source, mut total) = (0, 0);
+            while source < geometry.ranks {
+                let at = u64::from(source) * most + u64::from(local);
+                total += memory.read::<u32>(routes.counts + 4 * at);
+                source += 1;
+            }
+            let total = match routes.placement {
+                Placement::ExpertMajor => tokens,
+                // What cannot be is more than any room, and [`receive`] refuses it.
+                Placement::ExpertPacked => {
+                    let total = align(total.into(), routes.alignment.into());
+                    if total < NONE.into() {
+                        total as u32
+                    } else {
+                        NONE
+                    }
+                }
+                _ => 0,
+            };
+            memory.write(routes.totals + 4 * u64::from(local), total);
             local += 1;
         }
-        memory.write(routes.offsets + 4 * u64::from(own), end);
+        block.sync(Ok(()))?;
+        let (mut local, mut begin) = (0, 0);
+        while local < experts.0 && routes.placement == Placement::ExpertPacked {
+            let total: u32 = memory.read(routes.totals + 4 * u64::from(local));
+            begin = total.saturating_add(begin);
+            local += 1;
+        }
+        if routes.placement == Placement::ExpertMajor {
+            begin = experts.0 * tokens;
+        }
+        local = experts.0;
+        while local < experts.1 {
+            if is_by_expert {
+                memory.write(routes.offsets + 4 * u64::from(local), begin);
+            }
+            let (mut source, mut next) = (0, begin);
+            while source < geometry.ranks {
+                let at = u64::from(source) * most + u64::from(local);
+                memory.write(routes.begins + 4 * at, next);
+                next = memory
+                    .read::<u32>(routes.counts + 4 * at)
+                    .saturating_add(next);
+                source += 1;
+            }
+            let total: u32 = memory.read(routes.totals + 4 * u64::from(local));
+            begin = total.saturating_add(begin);
+            local += 1;
+        }
+        // Whoever has the last expert; of a rank without any, everybody.
+        if is_by_expert && experts.1 == own {
+            memory.write(routes.offsets + 4 * u64::from(own), begin);
+        }
     }
+    block.sync(Ok(()))
 }
 
 /// Lays out what was received, after a [`count`]; what the output has no room for must not come. Completes the call.
@@ -505,8 +620,9 @@ unsafe fn place<M: Memory>(memory: &M, group: &Group, routes: &Routes, own: u32)
 ///
 /// # Safety
 /// As for [`send`]; the output must be valid for its capacity, and nobody else's.
-pub unsafe fn receive<B: Block>(
+pub unsafe fn receive<B: Block, R: Rows>(
     block: &B,
+    rows: &R,
     group: &Group,
     routes: &Routes,
     output: &Output,
@@ -521,193 +637,253 @@ pub unsafe fn receive<B: Block>(
         for_each_peer(block, group, |source| {
             wait_for_flag(block, group, call, source, ROWS_FLAG)
         })?;
-        // A thread does it for a source.
-        let mut mine = Ok(());
-        let mut source = index + block.thread() * group.blocks;
-        while routes.placement.is_by_expert() && source < geometry.ranks && mine.is_ok() {
-            mine = find_positions(block, group, routes, (call, source));
-            source += group.blocks * block.threads();
+        let own = geometry.local_experts(group.rank);
+        let needed: u32 = memory.read(routes.offsets + 4 * u64::from(own));
+        let (mut mine, mut source, mut before) = (Ok(()), 0, 0);
+        if u64::from(needed) > output.capacity {
+            // Nobody can have so many, but a peer may say so.
+            mine = Err(refuse(block, group.rank, output.capacity as u32, needed));
+        }
+        while source < geometry.ranks && mine.is_ok() {
+            let received: u32 = memory.read(routes.received + 4 * u64::from(source));
+            let slots = share(received, index, group.blocks);
+            mine = describe_received(block, group, routes, output, (call, source, slots), before);
+            before += (slots.1 - slots.0) * routes.top_k;
+            source += 1;
         }
         block.sync(mine)?;
-        barrier(block, group)?;
-        let mut source = 0;
+        let (mut source, mut before) = (0, 0);
         while source < geometry.ranks {
             let received: u32 = memory.read(routes.received + 4 * u64::from(source));
-            let (mut slot, end) = share(received, index, group.blocks);
-            while slot < end {
-                lay_out(block, group, routes, output, (call, source, slot));
-                slot += 1;
-                block.checkpoint();
-            }
+            let slots = share(received, index, group.blocks);
+            before += lay_out(
+                block,
+                rows,
+                group,
+                routes,
+                output,
+                (call, source, slots),
+                before,
+            );
             source += 1;
         }
         pad(block, group, routes, output, index);
-        barrier(block, group)?;
-        if index == 0 {
-            give_credits(block, group, call);
-            if block.thread() == 0 {
-                memory.store(group.state + COMPLETED, call + 1);
-            }
-        }
+        finish_receiving(block, group, call)
     }
-    Ok(())
 }
 
-/// Finds where the rows of a source go that are grouped by expert, and keeps their weights. One thread.
-unsafe fn find_positions<B: Block>(
-    block: &B,
-    group: &Group,
-    routes: &Routes,
-    (call, source): (u64, u32),
-) -> Result<(), Stopped> {
-    let memory = block.memory();
-    let geometry = &group.geometry;
-    let own = geometry.local_experts(group.rank);
-    let first = u64::from(source) * u64::from(geometry.most_experts());
-    // SAFETY: the caller's promise; experts are compared with how many there are.
-    unsafe {
-        let mut local = 0;
-        while local < own {
-            let at = 4 * (first + u64::from(local));
-            memory.write(routes.cursors + at, memory.read::<u32>(routes.begins + at));
-            local += 1;
-        }
-        let received: u32 = memory.read(routes.received + 4 * u64::from(source));
-        let area = address_of(memory, group, group.rank);
-        let mut slot = 0;
-        while slot < received {
-            let meta = area + geometry.row(call, source, slot) + geometry.meta();
-            let weights = meta + EXPERTS + 4 * u64::from(geometry.top_k);
-            let row = Routes::row(geometry, source, slot) * u64::from(geometry.top_k);
-            let mut k = 0;
-            while k < routes.top_k {
-                let local: i32 = memory.read(meta + EXPERTS + 4 * u64::from(k));
-                let mut position = NONE;
-                if local >= 0 && (local as u32) < own {
-                    position = match earlier(memory, meta, (local, k)) {
-                        // The same expert again, whose row has its place already.
-                        Some(same) => memory.read(routes.positions + 4 * (row + u64::from(same))),
-                        None => {
-                            let at = 4 * (first + u64::from(local as u32));
-                            let next: u32 = memory.read(routes.cursors + at);
-                            let begin: u32 = memory.read(routes.begins + at);
-                            let count: u32 = memory.read(routes.counts + at);
-                            // More than were announced would lie over others.
-                            if next - begin >= count {
-                                return Err(refuse(block, source, count, next - begin + 1));
-                            }
-                            memory.write(routes.cursors + at, next + 1);
-                            next
-                        }
-                    };
-                }
-                let at = 4 * (row + u64::from(k));
-                memory.write(routes.positions + at, position);
-                let weight: f32 = memory.read(weights + 4 * u64::from(k));
-                memory.write(routes.received_weights + at, weight);
-                k += 1;
-            }
-            slot += 1;
-        }
-    }
-    Ok(())
+/// What a row that has come says of itself.
+#[derive(Clone, Copy)]
+struct Meta {
+    address: u64,
+    own: u32,
+    top_k: u32,
 }
 
-/// The first of a row's experts before the `k`-th that is the same.
-#[inline(always)]
-unsafe fn earlier<M: Memory>(memory: &M, meta: u64, (local, k): (i32, u32)) -> Option<u32> {
-    let mut before = 0;
-    while before < k {
+impl Meta {
+    #[inline(always)]
+    unsafe fn of<M: Memory>(
+        memory: &M,
+        group: &Group,
+        (call, source, slot): (u64, u32, u32),
+    ) -> Self {
+        let geometry = &group.geometry;
         // SAFETY: the caller's promise.
-        if unsafe { memory.read::<i32>(meta + EXPERTS + 4 * u64::from(before)) } == local {
-            return Some(before);
+        let area = unsafe { address_of(memory, group, group.rank) };
+        Self {
+            address: area + geometry.row(call, source, slot) + geometry.meta(),
+            own: geometry.local_experts(group.rank),
+            top_k: geometry.top_k,
         }
-        before += 1;
     }
-    None
+
+    #[inline(always)]
+    unsafe fn token<M: Memory>(&self, memory: &M) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { memory.read(self.address + TOKEN) }
+    }
+
+    /// Choice `k`, if it is an expert here; below the number of those, whatever peers say.
+    #[inline(always)]
+    unsafe fn expert<M: Memory>(&self, memory: &M, k: u32) -> Option<u32> {
+        // SAFETY: the caller's promise. What is negative is no expert.
+        let local = unsafe { memory.read::<i32>(self.address + EXPERTS + 4 * u64::from(k)) } as u32;
+        (local < self.own).then_some(local)
+    }
+
+    /// Where the row is among its source's for that expert.
+    #[inline(always)]
+    unsafe fn place<M: Memory>(&self, memory: &M, k: u32) -> u32 {
+        let at = u64::from(self.top_k) + u64::from(k);
+        // SAFETY: the caller's promise.
+        unsafe { memory.read(self.address + EXPERTS + 4 * at) }
+    }
+
+    #[inline(always)]
+    unsafe fn weight<M: Memory>(&self, memory: &M, k: u32) -> f32 {
+        let at = 2 * u64::from(self.top_k) + u64::from(k);
+        // SAFETY: the caller's promise.
+        unsafe { memory.read(self.address + EXPERTS + 4 * at) }
+    }
 }
 
-/// Block: copies a row to where it goes.
-unsafe fn lay_out<B: Block>(
+/// Block: says of some rows of `source` whose they are, for which experts and with what weights; of rows that are grouped
+/// by expert, finds where they go and keeps their weights. A thread does it for a choice; `before` were there before.
+#[inline(always)]
+unsafe fn describe_received<B: Block>(
     block: &B,
     group: &Group,
     routes: &Routes,
     output: &Output,
-    (call, source, slot): (u64, u32, u32),
-) {
+    (call, source, slots): (u64, u32, (u32, u32)),
+    before: u32,
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    let mut pair = slots.0 * routes.top_k + turn(block.thread(), block.threads(), before);
+    while pair < slots.1 * routes.top_k {
+        let (slot, k) = split(pair, routes.top_k);
+        // SAFETY: the caller's promise; experts are compared with how many there are, and so are places.
+        unsafe {
+            let meta = Meta::of(memory, group, (call, source, slot));
+            if routes.placement.is_by_expert() {
+                place_row(block, group, routes, output, (source, slot, k), &meta)?;
+            } else {
+                let base: u32 = memory.read(routes.bases + 4 * u64::from(source));
+                let position = base + slot;
+                let at = u64::from(position) * u64::from(routes.top_k) + u64::from(k);
+                let local = meta.expert(memory, k);
+                write_expert(memory, output, at, local.map_or(-1, |local| local as i32));
+                if output.weights != 0 {
+                    // Those of other ranks' experts are no business of this one.
+                    let weight = match local {
+                        Some(_) => meta.weight(memory, k),
+                        None => 0.0,
+                    };
+                    memory.write(output.weights + 4 * at, weight);
+                }
+                if output.sources != 0 && k == 0 {
+                    let at = output.sources + 4 * u64::from(position);
+                    memory.write(at, meta.token(memory));
+                }
+            }
+        }
+        pair += block.threads();
+    }
+    Ok(())
+}
+
+/// Finds where a row goes for one of its choices, and keeps the weight; the same expert again has the same place.
+#[inline(always)]
+unsafe fn place_row<B: Block>(
+    block: &B,
+    group: &Group,
+    routes: &Routes,
+    output: &Output,
+    (source, slot, k): (u32, u32, u32),
+    meta: &Meta,
+) -> Result<(), Stopped> {
     let memory = block.memory();
     let geometry = &group.geometry;
     // SAFETY: the caller's promise.
     unsafe {
-        let row = address_of(memory, group, group.rank) + geometry.row(call, source, slot);
-        let meta = row + geometry.meta();
-        if !routes.placement.is_by_expert() {
-            let base: u32 = memory.read(routes.bases + 4 * u64::from(source));
-            let position = base + slot;
-            copy_row(block, output, (row, meta), position);
-            let weights = meta + EXPERTS + 4 * u64::from(geometry.top_k);
-            let mut k = block.thread();
-            while k < routes.top_k {
-                let at = u64::from(position) * u64::from(routes.top_k) + u64::from(k);
-                let local: i32 = memory.read(meta + EXPERTS + 4 * u64::from(k));
-                write_expert(memory, output, at, local);
-                if output.weights != 0 {
-                    // Those of other ranks' experts are no business of this one.
-                    let weight: f32 = memory.read(weights + 4 * u64::from(k));
-                    let weight = if local < 0 { 0.0 } else { weight };
-                    memory.write(output.weights + 4 * at, weight);
-                }
-                k += block.threads();
-            }
-            return;
+        let row = Routes::row(geometry, source, slot) * u64::from(geometry.top_k);
+        let at = 4 * (row + u64::from(k));
+        let Some(local) = meta.expert(memory, k) else {
+            memory.write(routes.positions + at, NONE);
+            return Ok(());
+        };
+        let of_expert =
+            4 * (u64::from(source) * u64::from(geometry.most_experts()) + u64::from(local));
+        let count: u32 = memory.read(routes.counts + of_expert);
+        let place = meta.place(memory, k);
+        // More than were announced would lie over others.
+        if place >= count {
+            return Err(refuse(block, source, count, place.saturating_add(1)));
         }
-        let first = 4 * Routes::row(geometry, source, slot) * u64::from(geometry.top_k);
-        let position_of = |k: u32| memory.read::<u32>(routes.positions + first + 4 * u64::from(k));
-        let mut k = 0;
-        while k < routes.top_k {
-            let position = position_of(k);
-            let (mut before, mut is_new) = (0, position != NONE);
-            while before < k && is_new {
-                is_new = position_of(before) != position;
-                before += 1;
-            }
-            if is_new {
-                copy_row(block, output, (row, meta), position);
-                if output.weights != 0 && block.thread() == 0 {
-                    let (mut sum, mut other) = (0.0, k);
-                    while other < routes.top_k {
-                        if position_of(other) == position {
-                            let at = first + 4 * u64::from(other);
-                            sum += memory.read::<f32>(routes.received_weights + at);
-                        }
-                        other += 1;
-                    }
-                    memory.write(output.weights + 4 * u64::from(position), sum);
+        let position = memory.read::<u32>(routes.begins + of_expert) + place;
+        memory.write(routes.positions + at, position);
+        memory.write(routes.received_weights + at, meta.weight(memory, k));
+        // The first of a row's choices of an expert speaks for all.
+        let (mut before, mut is_first) = (0, true);
+        while before < k {
+            is_first &= meta.expert(memory, before) != Some(local);
+            before += 1;
+        }
+        if is_first && output.weights != 0 {
+            let (mut sum, mut other) = (0.0, k);
+            while other < routes.top_k {
+                if meta.expert(memory, other) == Some(local) {
+                    sum += meta.weight(memory, other);
                 }
+                other += 1;
             }
-            k += 1;
+            memory.write(output.weights + 4 * u64::from(position), sum);
+        }
+        if is_first && output.sources != 0 {
+            memory.write(output.sources + 4 * u64::from(position), meta.token(memory));
         }
     }
+    Ok(())
 }
 
-/// Block: copies a row's elements and scales, and says whose it is.
+/// Block: copies some rows of `source` to where they go. A warp does it for a segment of a row; `before` were there
+/// before. Returns how many these are.
 #[inline(always)]
-unsafe fn copy_row<B: Block>(block: &B, output: &Output, (row, meta): (u64, u64), position: u32) {
-    let at = u64::from(position);
-    // SAFETY: the caller's promise; there is room for what was counted.
-    unsafe {
-        let to = output.tokens + at * output.payload_bytes;
-        copy(block, to, row, output.payload_bytes);
-        if output.scales != 0 {
-            let to = output.scales + at * output.scale_bytes;
-            let from = row + align(output.payload_bytes, 16);
-            copy(block, to, from, output.scale_bytes);
+unsafe fn lay_out<B: Block, R: Rows>(
+    block: &B,
+    rows: &R,
+    group: &Group,
+    routes: &Routes,
+    output: &Output,
+    (call, source, slots): (u64, u32, (u32, u32)),
+    before: u32,
+) -> u32 {
+    let memory = block.memory();
+    let geometry = &group.geometry;
+    let is_by_expert = routes.placement.is_by_expert();
+    let targets = if is_by_expert { routes.top_k } else { 1 };
+    let segments = Segments::of::<R>(output.payload_bytes);
+    let mut item = slots.0 * segments.each + turn(block.warp(), block.warps(), before);
+    while item < slots.1 * segments.each {
+        let (slot, segment) = split(item, segments.each);
+        let (begin, bytes) = segments.at(segment);
+        // SAFETY: the caller's promise; there is room for what was counted.
+        unsafe {
+            let row = address_of(memory, group, group.rank) + geometry.row(call, source, slot);
+            let first = 4 * Routes::row(geometry, source, slot) * u64::from(geometry.top_k);
+            let position = |k: u32| -> u32 {
+                if !is_by_expert {
+                    return memory.read::<u32>(routes.bases + 4 * u64::from(source)) + slot;
+                }
+                let at = |k: u32| memory.read::<u32>(routes.positions + first + 4 * u64::from(k));
+                let (position, mut before) = (at(k), 0);
+                // The same expert again has its row already.
+                while before < k {
+                    if at(before) == position {
+                        return NONE;
+                    }
+                    before += 1;
+                }
+                position
+            };
+            let to = |address: u64, bytes: u64, begin: u64| {
+                move |k: u32| match position(k) {
+                    NONE => 0,
+                    position => address + u64::from(position) * bytes + begin,
+                }
+            };
+            let to_tokens = to(output.tokens, output.payload_bytes, begin);
+            rows.scatter(block, (targets, to_tokens), row + begin, bytes);
+            if output.scales != 0 && segment == 0 {
+                let from = row + align(output.payload_bytes, 16);
+                let to_scales = to(output.scales, output.scale_bytes, 0);
+                rows.scatter(block, (targets, to_scales), from, output.scale_bytes);
+            }
         }
-        if output.sources != 0 && block.thread() == 0 {
-            let token: u32 = block.memory().read(meta + TOKEN);
-            block.memory().write(output.sources + 4 * at, token);
-        }
+        item += block.warps();
+        block.checkpoint();
     }
+    (slots.1 - slots.0) * segments.each
 }
 
 /// Writes which expert entry `at` is for.
@@ -786,12 +962,16 @@ unsafe fn zero_rows<B: Block>(block: &B, output: &Output, (begin, end): (u32, u3
     let memory = block.memory();
     // SAFETY: the caller's promise.
     unsafe {
+        // All sizes are multiples of a word.
         let fill = |to: u64, bytes: u64| {
             let at = to + u64::from(begin) * bytes;
-            let (mut byte, end) = (u64::from(block.thread()), u64::from(end - begin) * bytes);
-            while to != 0 && byte < end {
-                memory.write(at + byte, 0_u8);
-                byte += u64::from(block.threads());
+            let (mut word, end) = (
+                u64::from(block.thread()),
+                u64::from(end - begin) * bytes / 4,
+            );
+            while to != 0 && word < end {
+                memory.write(at + 4 * word, 0_u32);
+                word += u64::from(block.threads());
             }
         };
         fill(output.tokens, output.payload_bytes);

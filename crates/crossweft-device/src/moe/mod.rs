@@ -5,7 +5,7 @@
 //! came; [`combine`] sends one row back for each of them and sums what came back.
 //!
 //! A row's place, its *slot*, is the number of this rank's tokens before it that go to the same rank: a prefix sum,
-//! so nothing depends on who was first. Rows of source `s` arrive in memory that only `s` writes:
+//! so nothing depends on who was first. So is its *place* among its source's rows for an expert. Rows of source `s` arrive in memory that only `s` writes:
 //!
 //! ```text
 //! memory of a rank:  u64 [ranks] credits: calls of this rank that each rank has read to the end, a line each
@@ -14,7 +14,8 @@
 //!                    u64 [2] flags, a line: that rows, that weights have come
 //!                    f32 [max tokens][top-k] weights that are given when combining
 //!                    [max tokens] rows
-//! row:               elements, scales | u32 token, u32 unused, i32 [top-k] local experts, f32 [top-k] weights
+//! row:               elements, scales | u32 token, u32 unused, i32 [top-k] local experts, u32 [top-k] places,
+//!                    f32 [top-k] weights
 //! ```
 //!
 //! Calls (a dispatch, a combine) are numbered in order, the same on all ranks. Call `t` writes what is for `t & 1`,
@@ -40,10 +41,10 @@ use crate::wait::{Site, Stopped, WaitKind, Waiting, reached, wait_for};
 pub const HEAD: u32 = 3;
 /// The packet with the hash of the call.
 const HASH: u32 = 0;
+/// The packet with the number of rows, which is read together with the hash.
+const ROWS: u32 = 1;
 /// The packet with the call's [signature](Call::signature).
-const SIGNATURE: u32 = 1;
-/// The packet with the number of rows.
-const ROWS: u32 = 2;
+const SIGNATURE: u32 = 2;
 
 /// Bytes of a credit, and of a source's flags.
 const LINE: u64 = 64;
@@ -58,6 +59,10 @@ pub const NONE: u32 = u32::MAX;
 pub const MAX_TOP_K: u32 = 32;
 /// The most ranks of a group.
 pub const MAX_RANKS: u32 = 16;
+/// Tokens whose marks share a word.
+pub const CHUNK: u32 = 64;
+/// So many tokens at most are marked by every thread block for itself, rather than by all for each other.
+pub const ALONE: u32 = 256;
 /// Elements that share a scale.
 pub const GROUP: u64 = 128;
 
@@ -76,6 +81,8 @@ pub enum Phase {
     Weights = 3,
     /// The other thread blocks of this rank.
     Blocks = 4,
+    /// Experts that exist, for nobody's: the caller has named one that does not.
+    Choices = 5,
 }
 
 /// Sizes that all ranks of a group agree on; they determine where everything lies.
@@ -94,8 +101,12 @@ pub struct Geometry {
     pub payload_bytes: u64,
 }
 
+#[inline(always)]
 const fn align(bytes: u64, to: u64) -> u64 {
-    bytes.div_ceil(to) * to
+    match (bytes + to - 1).checked_div(to) {
+        Some(count) => count * to,
+        None => bytes,
+    }
 }
 
 impl Geometry {
@@ -109,6 +120,28 @@ impl Geometry {
         };
         let more = self.experts - each * self.ranks;
         rank * each + if rank < more { rank } else { more }
+    }
+
+    /// The rank that has `expert`, which must be one.
+    #[inline(always)]
+    #[must_use]
+    pub const fn rank_of(&self, expert: u32) -> u32 {
+        let Some(each) = self.experts.checked_div(self.ranks) else {
+            return 0;
+        };
+        let more = self.experts - each * self.ranks;
+        // Ranks below `more` have one more.
+        let beyond = more * (each + 1);
+        match expert.checked_sub(beyond) {
+            None => match expert.checked_div(each + 1) {
+                Some(rank) => rank,
+                None => 0,
+            },
+            Some(rest) => match rest.checked_div(each) {
+                Some(ranks) => more + ranks,
+                None => 0,
+            },
+        }
     }
 
     /// Experts of `rank`.
@@ -125,26 +158,61 @@ impl Geometry {
         self.local_experts(0)
     }
 
+    /// [`CHUNK`]s of the most tokens.
+    #[inline(always)]
+    #[must_use]
+    pub const fn chunks(&self) -> u32 {
+        self.max_tokens.div_ceil(CHUNK)
+    }
+
+    /// Words of one of the halves of [`Group::marks`].
+    #[inline(always)]
+    #[must_use]
+    pub const fn mark_words(&self, blocks: u32) -> u64 {
+        let together = self.chunks() as u64 * self.marked() as u64;
+        let alone = blocks as u64 * self.marks_alone();
+        if together > alone { together } else { alone }
+    }
+
+    /// Words that a thread block has for itself.
+    #[inline(always)]
+    const fn marks_alone(&self) -> u64 {
+        let (all, most) = (self.chunks(), ALONE.div_ceil(CHUNK));
+        let chunks = if all < most { all } else { most };
+        chunks as u64 * self.marked() as u64
+    }
+
+    /// Experts and ranks, for which tokens are marked.
+    #[inline(always)]
+    const fn marked(&self) -> u32 {
+        self.experts + self.ranks
+    }
+
     /// Where a row says what it is.
+    #[inline(always)]
     const fn meta(&self) -> u64 {
         align(self.payload_bytes, 16)
     }
 
     /// Bytes from one row to the next.
+    #[inline(always)]
     #[must_use]
     pub const fn row_bytes(&self) -> u64 {
-        align(self.meta() + 8 + 8 * self.top_k as u64, LINE)
+        align(self.meta() + 8 + 12 * self.top_k as u64, LINE)
     }
 
+    #[inline(always)]
     const fn packet_bytes(&self) -> u64 {
         align(8 * (HEAD + self.most_experts()) as u64, LINE)
     }
 
+    #[inline(always)]
     const fn weight_bytes(&self) -> u64 {
         4 * self.max_tokens as u64 * self.top_k as u64
     }
 
     /// Bytes that one parity of calls takes of one source.
+    #[inline(always)]
     const fn source_bytes(&self) -> u64 {
         self.packet_bytes()
             + LINE
@@ -153,6 +221,7 @@ impl Geometry {
     }
 
     /// Bytes of each rank's memory.
+    #[inline(always)]
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         let ranks = self.ranks as u64;
@@ -160,27 +229,33 @@ impl Geometry {
     }
 
     /// Where `rank` says how many calls it has read.
+    #[inline(always)]
     const fn credit(&self, rank: u32) -> u64 {
         rank as u64 * LINE
     }
 
+    #[inline(always)]
     const fn source(&self, call: u64, source: u32) -> u64 {
         let ranks = self.ranks as u64;
         ranks * LINE + ((call & 1) * ranks + source as u64) * self.source_bytes()
     }
 
+    #[inline(always)]
     const fn packet(&self, call: u64, source: u32, index: u32) -> u64 {
         self.source(call, source) + 8 * index as u64
     }
 
+    #[inline(always)]
     const fn flag(&self, call: u64, source: u32, which: u64) -> u64 {
         self.source(call, source) + self.packet_bytes() + which
     }
 
+    #[inline(always)]
     const fn weights(&self, call: u64, source: u32, slot: u32) -> u64 {
         self.source(call, source) + self.packet_bytes() + LINE + 4 * slot as u64 * self.top_k as u64
     }
 
+    #[inline(always)]
     const fn row(&self, call: u64, source: u32, slot: u32) -> u64 {
         self.source(call, source)
             + self.packet_bytes()
@@ -200,14 +275,20 @@ pub struct Group {
     pub memories: u64,
     /// Address of a `u64` for each rank: not 0 if it is left out.
     pub masked: u64,
-    /// Address of [`STATE_LINES`] cache lines, zeroed at first: calls sent, calls completed, arrivals of thread blocks.
+    /// Address of [`STATE_LINES`] cache lines, zeroed at first: calls sent, calls completed, arrivals of thread
+    /// blocks at barriers, whether a launch was stopped, thread blocks that have sent and received, dispatches.
     pub state: u64,
-    /// Address of `u32 [blocks][ranks]`: rows of each thread block's tokens to each rank.
-    pub block_rows: u64,
-    /// Address of `u32 [blocks][experts]`: the same to each expert.
-    pub block_experts: u64,
-    /// Address of a row for each thread block, in which it quantises; 64-byte aligned.
+    /// Address of two halves of [`Geometry::mark_words`], of dispatches by turns; zero at first. `u64 [chunks][experts +
+    /// ranks]`, one for all or one for each thread block: a bit for each of a [`CHUNK`] of this rank's tokens that goes
+    /// to an expert, to a rank. Sums of bits are counts and places, whoever was first.
+    pub marks: u64,
+    /// Address of `u32 [blocks][ranks]`: whether each rank sends sums back, as a thread block has found.
+    pub returns: u64,
+    /// Address of [`staging_bytes`](Self::staging_bytes) for each warp of each thread block, in which it quantises;
+    /// 64-byte aligned.
     pub staging: u64,
+    /// Room for as much of a row as a warp has at a time, quantised, with its scales.
+    pub staging_bytes: u64,
     /// What all calls of this group have in common with those of no other.
     pub salt: u32,
     /// This rank.
@@ -217,18 +298,57 @@ pub struct Group {
 }
 
 /// Cache lines of a group's state.
-pub const STATE_LINES: usize = 3;
-const SENT: u64 = 0;
-const COMPLETED: u64 = LINE;
+pub const STATE_LINES: usize = 7;
+/// Where in it the number of the next call to send is.
+pub const SENT: u64 = 0;
+/// Where the number of the next call to complete is.
+pub const COMPLETED: u64 = LINE;
 const ARRIVALS: u64 = 2 * LINE;
+const STOPPED: u64 = 3 * LINE;
+/// Thread blocks that have sent, that have received.
+const SENDERS: u64 = 4 * LINE;
+const RECEIVERS: u64 = 5 * LINE;
+/// Dispatches sent.
+const DISPATCHES: u64 = 6 * LINE;
 
-/// Forgets who has arrived at a barrier, after a launch that was stopped.
+/// Whether a launch was [`stop`]ped. For launches that follow one another without the host.
+///
+/// # Safety
+/// The group must be prepared. So for [`stop`].
+#[inline(always)]
+pub unsafe fn is_stopped<M: Memory>(memory: &M, group: &Group) -> bool {
+    // SAFETY: the word is this rank's.
+    unsafe { memory.load(group.state + STOPPED) != 0 }
+}
+
+/// Ends the launches that follow.
+///
+/// # Safety
+/// As for [`is_stopped`].
+#[inline(always)]
+pub unsafe fn stop<M: Memory>(memory: &M, group: &Group) {
+    // SAFETY: the word is this rank's. Every thread that is stopped writes the same.
+    unsafe { memory.store(group.state + STOPPED, 1) }
+}
+
+/// Forgets what a launch that was stopped has left: who has arrived at a barrier, and marks.
 ///
 /// # Safety
 /// The group must be prepared, and no launch of it under way on this rank.
-pub unsafe fn clear_barrier<M: Memory>(memory: &M, group: &Group) {
-    // SAFETY: the word is this rank's.
-    unsafe { memory.store(group.state + ARRIVALS, 0) }
+pub unsafe fn clear<M: Memory>(memory: &M, group: &Group) {
+    let geometry = &group.geometry;
+    let zero = |at: u64, words: u64| {
+        let mut word = 0;
+        while word < words {
+            // SAFETY: the words are this rank's.
+            unsafe { memory.store(at + 8 * word, 0) };
+            word += 1;
+        }
+    };
+    zero(group.state + ARRIVALS, 1);
+    zero(group.state + SENDERS, 1);
+    zero(group.state + RECEIVERS, 1);
+    zero(group.marks, 2 * geometry.mark_words(group.blocks));
 }
 
 /// How received rows are laid out. The discriminants are part of the device ABI.
@@ -257,7 +377,7 @@ impl Placement {
 }
 
 /// What a rank knows of one forward pass: where its tokens go, and where those that came lie. Tables have the group's
-/// most tokens, top-k and experts as strides.
+/// most tokens, top-k and experts as strides. Those from `received` to `offsets` are a thread block's own.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Routes {
@@ -275,8 +395,8 @@ pub struct Routes {
     pub counts: u64,
     /// Address of `u32 [ranks][most experts]`: the first of those among the rows that are laid out.
     pub begins: u64,
-    /// Address of `u32 [ranks][most experts]`, in which a dispatch counts.
-    pub cursors: u64,
+    /// Address of `u32 [most experts]`, in which a dispatch adds up.
+    pub totals: u64,
     /// Address of `u32 [ranks]`: the first row of each source, where rows are not grouped by expert.
     pub bases: u64,
     /// Address of `u32 [most experts + 1]`: the first row of each expert where rows are, and how many rows there are
@@ -287,6 +407,8 @@ pub struct Routes {
     pub positions: u64,
     /// Address of `f32 [ranks][max tokens][top-k]`: the weights that came with rows.
     pub received_weights: u64,
+    /// Bytes from the tables of a thread block to those of the next.
+    pub stride: u64,
     /// Tokens of this rank.
     pub tokens: u32,
     /// Experts of each token of this pass.
@@ -298,6 +420,22 @@ pub struct Routes {
 }
 
 impl Routes {
+    /// With the tables of thread block `index`; `self` has those of the first.
+    #[inline(always)]
+    #[must_use]
+    pub const fn of_block(self, index: u32) -> Self {
+        let by = index as u64 * self.stride;
+        Self {
+            received: self.received + by,
+            counts: self.counts + by,
+            begins: self.begins + by,
+            totals: self.totals + by,
+            bases: self.bases + by,
+            offsets: self.offsets + by,
+            ..self
+        }
+    }
+
     #[inline(always)]
     const fn row(geometry: &Geometry, source: u32, slot: u32) -> u64 {
         source as u64 * geometry.max_tokens as u64 + slot as u64
@@ -340,60 +478,41 @@ pub struct Announced {
     pub call: Call,
 }
 
-/// What `source` has announced for call number `call`, if it has. For the host, which looks who is missing.
-///
-/// # Safety
-/// The group must be prepared.
-pub unsafe fn announced<M: Memory>(
-    memory: &M,
-    group: &Group,
+/// What `source` has announced for call number `call`, if it has. For the host, which looks who is missing; `word` reads
+/// a word at an offset of this rank's memory.
+pub fn announced(
+    geometry: &Geometry,
+    word: impl Fn(u64) -> u64,
     call: u64,
     source: u32,
 ) -> Option<Announced> {
-    let word = |index| {
-        // SAFETY: the caller's promise.
-        let word = unsafe { packet(memory, group, (call, source), index) };
-        ((word >> 32) as u32 == epoch_of(call)).then_some(word as u32)
+    let value = |index| {
+        let packet = word(geometry.packet(call, source, index));
+        ((packet >> 32) as u32 == epoch_of(call)).then_some(packet as u32)
     };
     Some(Announced {
-        hash: word(HASH)?,
+        hash: value(HASH)?,
         call: Call {
-            signature: word(SIGNATURE)?,
+            signature: value(SIGNATURE)?,
         },
     })
 }
 
-/// Whether `peer` has done its part of `phase` of call number `call`. For the host, which looks who is missing.
-///
-/// # Safety
-/// The group must be prepared.
-pub unsafe fn has_done<M: Memory>(
-    memory: &M,
-    group: &Group,
+/// Whether `peer` has done its part of `phase` of call number `call`. For the host, as [`announced`].
+pub fn has_done(
+    geometry: &Geometry,
+    word: impl Fn(u64) -> u64,
     phase: Phase,
     call: u64,
     peer: u32,
 ) -> bool {
-    let geometry = &group.geometry;
-    // SAFETY: words of this rank's own memory.
-    unsafe {
-        let own = address_of(memory, group, group.rank);
-        let flag = |which| {
-            reached(
-                memory.load(own + geometry.flag(call, peer, which)),
-                call + 1,
-            )
-        };
-        match phase {
-            Phase::Credit => {
-                let read = memory.load(own + geometry.credit(peer));
-                reached(read, call.saturating_sub(1))
-            }
-            Phase::Counts => announced(memory, group, call, peer).is_some(),
-            Phase::Rows => flag(ROWS_FLAG),
-            Phase::Weights => flag(WEIGHTS_FLAG),
-            Phase::Blocks => true,
-        }
+    let flag = |which| reached(word(geometry.flag(call, peer, which)), call + 1);
+    match phase {
+        Phase::Credit => reached(word(geometry.credit(peer)), call.saturating_sub(1)),
+        Phase::Counts => announced(geometry, word, call, peer).is_some(),
+        Phase::Rows => flag(ROWS_FLAG),
+        Phase::Weights => flag(WEIGHTS_FLAG),
+        Phase::Blocks | Phase::Choices => true,
     }
 }
 
@@ -408,7 +527,7 @@ unsafe fn address_of<M: Memory>(memory: &M, group: &Group, rank: u32) -> u64 {
 #[inline(always)]
 unsafe fn is_masked<M: Memory>(memory: &M, group: &Group, rank: u32) -> bool {
     // SAFETY: the caller's promise.
-    unsafe { memory.load(group.masked + 8 * u64::from(rank)) != 0 }
+    unsafe { memory.read::<u64>(group.masked + 8 * u64::from(rank)) != 0 }
 }
 
 /// The number of the next call to send.
@@ -434,7 +553,7 @@ const fn site(kind: WaitKind, peer: u32, phase: Phase) -> Site {
     }
 }
 
-/// Block: waits on thread 0 for something of every rank that is not masked.
+/// Block: waits for something of every rank that is not masked; a thread waits for a rank.
 #[inline(always)]
 unsafe fn for_each_peer<B: Block>(
     block: &B,
@@ -442,13 +561,13 @@ unsafe fn for_each_peer<B: Block>(
     mut wait: impl FnMut(u32) -> Result<(), Stopped>,
 ) -> Result<(), Stopped> {
     let mut mine = Ok(());
-    let mut peer = 0;
-    while block.thread() == 0 && peer < group.geometry.ranks && mine.is_ok() {
+    let mut peer = block.thread();
+    while peer < group.geometry.ranks && mine.is_ok() {
         // SAFETY: the caller's promise.
         if unsafe { !is_masked(block.memory(), group, peer) } {
             mine = wait(peer);
         }
-        peer += 1;
+        peer += block.threads();
     }
     block.sync(mine)
 }
@@ -616,11 +735,22 @@ unsafe fn wait_for_head<B: Block>(
     (call, source): (u64, u32),
     what: Call,
 ) -> Result<u32, Stopped> {
-    // SAFETY: the caller's promise.
-    let (hash, rows) = unsafe {
-        let hash = wait_for_packet(block, group, (call, source), HASH)?;
-        (hash, wait_for_packet(block, group, (call, source), ROWS)?)
+    let epoch = u64::from(epoch_of(call));
+    let site = site(WaitKind::Message, source, Phase::Counts);
+    // SAFETY: the caller's promise; both packets are words of this rank's memory, side by side.
+    let at = unsafe { address_of(block.memory(), group, group.rank) };
+    let at = at + group.geometry.packet(call, source, HASH);
+    let (mut hash, mut rows) = (0, 0);
+    let load = || {
+        // SAFETY: as above.
+        [hash, rows] = unsafe { block.memory().load_pair(at) };
+        match hash >> 32 == epoch {
+            true => rows >> 32,
+            false => hash >> 32,
+        }
     };
+    wait_for(block, site, epoch, load, |seen| seen == epoch)?;
+    let (hash, rows) = (hash as u32, rows as u32);
     let expected = what.hash(group.salt, call);
     if hash != expected || rows > group.geometry.max_tokens {
         return Err(refuse(block, source, expected, hash));
@@ -640,8 +770,14 @@ fn refuse<B: Block>(block: &B, source: u32, expected: u32, seen: u32) -> Stopped
 }
 
 /// Block: returns when all thread blocks are here, and orders what they did before.
+///
+/// # Errors
+/// [`Stopped`]: the wait was ended.
+///
+/// # Safety
+/// The group must be prepared, and all its thread blocks call this.
 #[inline(always)]
-unsafe fn barrier<B: Block>(block: &B, group: &Group) -> Result<(), Stopped> {
+pub unsafe fn barrier<B: Block>(block: &B, group: &Group) -> Result<(), Stopped> {
     block.sync(Ok(()))?;
     let blocks = u64::from(group.blocks);
     let mut mine = Ok(());
@@ -653,7 +789,8 @@ unsafe fn barrier<B: Block>(block: &B, group: &Group) -> Result<(), Stopped> {
         unsafe {
             let before = memory.fetch_add(counter, 1);
             // Every block arrives once a round, so rounds are whole multiples.
-            let target = (before / blocks + 1) * blocks;
+            let rounds = before.checked_div(blocks).unwrap_or_default();
+            let target = (rounds + 1) * blocks;
             let load = || memory.load_acquire(counter);
             mine = wait_for(block, site, target, load, |seen| reached(seen, target)).map(drop);
         }
@@ -661,11 +798,233 @@ unsafe fn barrier<B: Block>(block: &B, group: &Group) -> Result<(), Stopped> {
     block.sync(mine)
 }
 
-/// The part `index` of `of` of a number of things.
+/// Block: whether it is the last of all to come to one of the places where blocks are counted; then it is behind what
+/// all of them did before.
+#[inline(always)]
+unsafe fn is_last<B: Block>(block: &B, group: &Group, place: u64) -> Result<bool, Stopped> {
+    block.sync(Ok(()))?;
+    let mut is_last = group.blocks == 1;
+    if block.thread() == 0 && group.blocks > 1 {
+        // SAFETY: the caller's promise; the word is this rank's.
+        let before = unsafe { block.memory().fetch_add(group.state + place, 1) };
+        // Every block comes once a launch.
+        is_last = (before + 1).checked_rem(group.blocks.into()) == Some(0);
+    }
+    Ok(block.any(is_last))
+}
+
+/// Block: the last thread block tells every rank that this rank has sent, and counts the call.
+#[inline(always)]
+unsafe fn finish_sending<B: Block>(block: &B, group: &Group, call: u64) -> Result<bool, Stopped> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let is_last = is_last(block, group, SENDERS)?;
+        if is_last {
+            raise_flags(block, group, call, ROWS_FLAG);
+            if block.thread() == 0 {
+                block.memory().store(group.state + SENT, call + 1);
+            }
+        }
+        Ok(is_last)
+    }
+}
+
+/// Block: the last thread block tells every rank that this rank has read, and counts the call.
+#[inline(always)]
+unsafe fn finish_receiving<B: Block>(block: &B, group: &Group, call: u64) -> Result<(), Stopped> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if is_last(block, group, RECEIVERS)? {
+            give_credits(block, group, call);
+            if block.thread() == 0 {
+                block.memory().store(group.state + COMPLETED, call + 1);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The part `index` of `of` of a number of things: tokens or rows, of which there are few enough for 32 bits.
 #[inline(always)]
 const fn share(count: u32, index: u32, of: u32) -> (u32, u32) {
     const fn at(count: u32, index: u32, of: u32) -> u32 {
-        (count as u64 * index as u64 / of as u64) as u32
+        match (count * index).checked_div(of) {
+            Some(at) => at,
+            None => 0,
+        }
     }
     (at(count, index, of), at(count, index + 1, of))
+}
+
+/// Number `pair` of pairs of something and one of `each` that it has.
+#[inline(always)]
+const fn split(pair: u32, each: u32) -> (u32, u32) {
+    match pair.checked_div(each) {
+        Some(whole) => (whole, pair - whole * each),
+        None => (0, 0),
+    }
+}
+
+/// Where `mine` of `all` begins among things of which `before` came first, so that all have a part of few things of several
+/// kinds.
+#[inline(always)]
+const fn turn(mine: u32, all: u32, before: u32) -> u32 {
+    let behind = match before.checked_rem(all) {
+        Some(behind) => behind,
+        None => 0,
+    };
+    if mine >= behind {
+        mine - behind
+    } else {
+        mine + all - behind
+    }
+}
+
+/// Rows in segments, of each of which a warp moves one.
+#[derive(Clone, Copy)]
+struct Segments {
+    /// Bytes of a segment but the last.
+    bytes: u64,
+    /// Bytes of a row.
+    row: u64,
+    /// Segments of a row.
+    each: u32,
+}
+
+impl Segments {
+    #[inline(always)]
+    const fn of<R: rows::Rows>(row: u64) -> Self {
+        Self {
+            bytes: R::SEGMENT,
+            row,
+            each: if row <= R::SEGMENT {
+                1
+            } else {
+                // Rows are not that long.
+                row.div_ceil(R::SEGMENT) as u32
+            },
+        }
+    }
+
+    /// Where a segment begins, and its bytes.
+    #[inline(always)]
+    const fn at(&self, segment: u32) -> (u64, u64) {
+        let begin = segment as u64 * self.bytes;
+        let rest = self.row - begin;
+        (begin, if rest < self.bytes { rest } else { self.bytes })
+    }
+}
+
+/// One of the columns of a table of marks, a word for each [`CHUNK`] of tokens.
+#[derive(Clone, Copy)]
+struct Marks {
+    /// Address of the first word.
+    first: u64,
+    /// Bytes from one word to the next.
+    stride: u64,
+}
+
+/// Where a dispatch marks this rank's tokens. Two words, which go from function to function in registers.
+#[derive(Clone, Copy)]
+struct Marked {
+    first: u64,
+    /// Where the last dispatch did.
+    last: u64,
+}
+
+impl Marked {
+    /// Of thread block `index`; all have the same if they mark for each other.
+    #[inline(always)]
+    unsafe fn of<M: Memory>(memory: &M, group: &Group, (index, is_alone): (u32, bool)) -> Self {
+        let geometry = &group.geometry;
+        let half = 8 * geometry.mark_words(group.blocks);
+        // SAFETY: the caller's promise.
+        let turn = unsafe { memory.load(group.state + DISPATCHES) } & 1;
+        let own = match is_alone {
+            true => 8 * index as u64 * geometry.marks_alone(),
+            false => 0,
+        };
+        Self {
+            first: group.marks + turn * half + own,
+            last: group.marks + (1 - turn) * half,
+        }
+    }
+
+    /// For what has number `index`: an expert, or behind those a rank.
+    #[inline(always)]
+    const fn of_number(self, geometry: &Geometry, index: u32) -> Marks {
+        Marks {
+            first: self.first + 8 * index as u64,
+            stride: 8 * geometry.marked() as u64,
+        }
+    }
+
+    /// Block: clears its share of what the last dispatch has marked, for the next one.
+    #[inline(always)]
+    unsafe fn clear_last<B: Block>(self, block: &B, group: &Group, index: u32) {
+        let words = group.geometry.mark_words(group.blocks);
+        let threads = u64::from(block.threads());
+        let mut word = u64::from(index) * threads + u64::from(block.thread());
+        while word < words {
+            // SAFETY: the caller's promise.
+            unsafe { block.memory().store(self.last + 8 * word, 0) };
+            word += u64::from(group.blocks) * threads;
+        }
+    }
+}
+
+impl Marks {
+    #[inline(always)]
+    const fn word(&self, token: u32) -> u64 {
+        self.first + (token / CHUNK) as u64 * self.stride
+    }
+
+    #[inline(always)]
+    const fn bit(token: u32) -> u64 {
+        1 << (token % CHUNK)
+    }
+
+    /// Marks a token, which nobody else does.
+    ///
+    /// # Safety
+    /// It must be below the most tokens. So for all of these.
+    #[inline(always)]
+    unsafe fn mark<M: Memory>(&self, memory: &M, token: u32) {
+        // SAFETY: the caller's promise. No bit is added twice.
+        unsafe { memory.add(self.word(token), Self::bit(token)) }
+    }
+
+    #[inline(always)]
+    unsafe fn is_marked<M: Memory>(&self, memory: &M, token: u32) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { memory.load(self.word(token)) & Self::bit(token) != 0 }
+    }
+
+    /// How many tokens before `token` are marked.
+    #[inline(always)]
+    unsafe fn before<M: Memory>(&self, memory: &M, token: u32) -> u32 {
+        let last = self.word(token);
+        let (mut at, mut count) = (self.first, 0);
+        // Several loads are under way at a time.
+        let (two, four) = (2 * self.stride, 4 * self.stride);
+        // SAFETY: the caller's promise. A token that begins a word may be one too many.
+        unsafe {
+            while last - at >= four {
+                let a = memory.load(at);
+                let b = memory.load(at + self.stride);
+                let c = memory.load(at + two);
+                let d = memory.load(at + two + self.stride);
+                count += a.count_ones() + b.count_ones() + c.count_ones() + d.count_ones();
+                at += four;
+            }
+            while at != last {
+                count += memory.load(at).count_ones();
+                at += self.stride;
+            }
+            match Self::bit(token) - 1 {
+                0 => count,
+                below => count + (memory.load(last) & below).count_ones(),
+            }
+        }
+    }
 }

@@ -4,7 +4,7 @@ use super::dispatch::Quantise;
 use crate::block::Block;
 
 /// A row with its weight.
-#[repr(C)]
+#[repr(C, align(16))]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Term {
     /// Address of its elements.
@@ -13,18 +13,28 @@ pub struct Term {
     pub weight: f32,
 }
 
-/// The arithmetic on rows of one data type.
+/// The arithmetic on rows of one data type, a segment at a time. Addresses and sizes of elements are multiples of 16.
 pub trait Rows {
-    /// Block: sums the products of `elements` elements of each term with its weight, in f32 and in order, and rounds
-    /// once; zeros if there are none.
+    /// The most bytes of elements, before they are quantised, that a warp has at a time; whole groups.
+    const SEGMENT: u64;
+
+    /// Warp: sums the products of `elements` elements of each of so many terms with its weight, in f32 and in order,
+    /// and rounds once; zeros if there are none. Terms whose address is 0 do not count.
     ///
     /// # Safety
-    /// All addresses must be valid for the elements; nobody may write terms or access `to` meanwhile.
-    unsafe fn sum<B: Block>(&self, block: &B, to: u64, terms: &[Term], elements: u64);
+    /// There must be at most [`MAX_TOP_K`](super::MAX_TOP_K) terms. All addresses must be valid for the elements; nobody
+    /// may write terms or access `to` meanwhile.
+    unsafe fn sum<B: Block>(
+        &self,
+        block: &B,
+        to: u64,
+        terms: (u32, impl Fn(u32) -> Term),
+        elements: u64,
+    );
 
-    /// Block: quantises `elements` elements to E4M3 at `to.0`, with scales at `to.1`. The scale of a
+    /// Warp: quantises `elements` elements to E4M3 at `to.0`, with scales at `to.1`. The scale of a
     /// [`GROUP`](super::GROUP) is its largest magnitude, at least 1e-4, divided by 448, the largest E4M3; rounded up
-    /// where it is to be a power of two.
+    /// where it is to be a power of two. The warp's other threads may read it then.
     ///
     /// # Safety
     /// `from` must be valid for the elements, `to` for as many bytes and a scale for each group; nobody else may
@@ -37,6 +47,27 @@ pub trait Rows {
         elements: u64,
         how: Quantise,
     );
+
+    /// Warp: copies `bytes` bytes to each of so many addresses that are not 0.
+    ///
+    /// # Safety
+    /// There must be at most [`MAX_TOP_K`](super::MAX_TOP_K) addresses, each valid for the bytes, as `from` must be;
+    /// nobody may write `from` or access the others meanwhile.
+    unsafe fn scatter<B: Block>(
+        &self,
+        block: &B,
+        to: (u32, impl Fn(u32) -> u64),
+        from: u64,
+        bytes: u64,
+    );
+}
+
+/// The biased exponent of the least power of two that is no less than a positive normal number.
+#[must_use]
+pub(crate) const fn exponent_up(x: f32) -> u32 {
+    let bits = x.to_bits();
+    let exponent = (bits >> 23) + (bits & 0x7f_ffff != 0) as u32;
+    if exponent < 254 { exponent } else { 254 }
 }
 
 #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
@@ -49,10 +80,11 @@ mod host {
         reason = "only sizes below a tile, on machines with 64-bit addresses"
     )]
 
-    use super::super::GROUP;
-    use super::{Block, Quantise, Rows, Term};
+    use super::super::{GROUP, MAX_TOP_K};
+    use super::{Block, Quantise, Rows, Term, exponent_up};
     use crate::dtype::DataType;
     use crate::element::{Bf16, Element, F16};
+    use crate::memory::Memory;
     use crate::norm::HostNorm;
     use crate::reduce::Isa;
 
@@ -124,9 +156,25 @@ mod host {
         }
     }
 
-    // A block is one thread here.
+    // A warp is one thread here, and has whole rows.
     impl Rows for HostRows {
-        unsafe fn sum<B: Block>(&self, _block: &B, to: u64, terms: &[Term], elements: u64) {
+        const SEGMENT: u64 = u64::MAX;
+
+        unsafe fn sum<B: Block>(
+            &self,
+            _block: &B,
+            to: u64,
+            (most, term): (u32, impl Fn(u32) -> Term),
+            elements: u64,
+        ) {
+            let mut terms = [Term::default(); MAX_TOP_K as usize];
+            let mut count = 0;
+            let there = (0..most).map(term).filter(|term| term.address != 0);
+            for (term, place) in there.zip(&mut terms) {
+                *place = term;
+                count += 1;
+            }
+            let terms = terms.get(..count).unwrap_or(&[]);
             let mut tile = [0.0; TILE];
             let mut done = 0;
             while done < elements {
@@ -179,12 +227,19 @@ mod host {
                 done += n as u64;
             }
         }
-    }
 
-    /// The biased exponent of the least power of two that is no less than a positive normal number.
-    fn exponent_up(x: f32) -> u32 {
-        let bits = x.to_bits();
-        ((bits >> 23) + u32::from(bits & 0x7f_ffff != 0)).min(254)
+        unsafe fn scatter<B: Block>(
+            &self,
+            block: &B,
+            (most, to): (u32, impl Fn(u32) -> u64),
+            from: u64,
+            bytes: u64,
+        ) {
+            for to in (0..most).map(to).filter(|&to| to != 0) {
+                // SAFETY: the caller's promise.
+                unsafe { block.memory().copy(to, from, bytes) };
+            }
+        }
     }
 
     /// # Safety

@@ -6,17 +6,27 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_channel::Endpoint;
+use crossweft_hal::Device;
 use crossweft_moe::DataType;
 use crossweft_net::{Group as Job, JoinOptions, Rendezvous, RendezvousOptions};
 use half::{bf16, f16};
 
 /// Runs `rank_main` on a thread for each rank; results in rank order.
 pub(crate) fn job<T: Send>(ranks: u32, rank_main: impl Fn(&Arc<Endpoint>) -> T + Sync) -> Vec<T> {
+    job_on(&Device::Cpu, ranks, rank_main)
+}
+
+/// The same with all ranks on a device.
+pub(crate) fn job_on<T: Send>(
+    device: &Device,
+    ranks: u32,
+    rank_main: impl Fn(&Arc<Endpoint>) -> T + Sync,
+) -> Vec<T> {
     let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
     let id = rendezvous.unique_id();
     let one = |rank| {
         let job = Job::join(&id, rank, ranks, &JoinOptions::default()).unwrap();
-        let endpoint = Endpoint::new(Arc::new(job), soon()).unwrap();
+        let endpoint = Endpoint::on(device.clone(), Arc::new(job), soon()).unwrap();
         rank_main(&endpoint)
     };
     std::thread::scope(|scope| {

@@ -12,6 +12,7 @@ use crossweft_collective::{
     CollectiveError, CollectiveOptions, Communicator, DataType, PreparedCollective, ReduceOp,
     SymmetricBuffer,
 };
+use crossweft_hal::Device;
 use crossweft_moe::{
     DispatchOutput, Experts, ExpertsMut, Group, GroupOptions, Handle, Layout, MoeError,
     OutputShape, Routing, Tokens, Weights,
@@ -21,8 +22,9 @@ use indicatif::ProgressBar;
 use super::super::measure::gather;
 use super::super::printer::progress;
 use super::batch::{Arrived, Batch, Computed, Recorded, Route, Shape, Wrong};
+use super::cuda;
 use super::options::{Moe, Name, Phase, Routing as Where, Travel};
-use super::report::{Header, Report, Row, rate, summary};
+use super::report::{Header, Report, Row};
 use crate::{Format, complain, print_line};
 
 /// Runs the benchmark as one rank. Rank 0 prints. Returns how much was wrong, the same on every rank.
@@ -58,7 +60,8 @@ pub(crate) fn run(
         travel: options.travel.name(),
         routing: options.routing.words(),
         seed: options.seed,
-        blocks: options.blocks,
+        blocks: options.blocks(communicator.device()),
+        clock: clock(communicator.device()),
     };
     let steps = options.tokens.0.len() * options.layout.len();
     let mut printer = Printer::new(options, communicator.rank(), header, steps);
@@ -103,28 +106,16 @@ impl Bench<'_> {
     fn size(&self, batch: &Batch, name: Name) -> Result<Vec<Row>, CollectiveError> {
         let rank = self.communicator.rank();
         let lift = |error| lift(rank, error);
+        if !matches!(self.communicator.device(), Device::Cpu) {
+            return cuda::size(self.options, self.communicator, batch, name);
+        }
         let mut pass = Pass::new(self, batch, name).map_err(lift)?;
         let wrong = pass.check(self.options).map_err(lift)?;
-        if let Some(first) = &wrong.first {
-            complain(&format!(
-                "rank {rank}: {} tokens, {}: {} wrong, first: {first}",
-                batch.tokens,
-                name.name(),
-                wrong.count
-            ));
-        }
-        let rows = (0..batch.shape.ranks).map(|rank| batch.rows_to(rank)).max();
-        let rows = rows.unwrap_or(0) as u64;
-        let dispatched = rows * (pass.shape.row_bytes + pass.shape.scale_row_bytes);
-        let combined = rows * batch.shape.row_bytes() as u64;
+        say(rank, batch, name, &wrong);
         let (_, wrong) = gather(self.communicator, &[], wrong.count)?;
         let mut measured = Vec::new();
         for &phase in &self.options.phase {
-            let bytes = match phase {
-                Phase::Dispatch => dispatched,
-                Phase::Combine => combined,
-                Phase::Both => dispatched + combined,
-            };
+            let bytes = phase_bytes(batch, &pass.shape, phase);
             let iterations = self.options.iterations(bytes);
             let times = self.timed(iterations, &mut pass, Pass::renew, |pass| {
                 pass.run(phase).map_err(lift)
@@ -132,22 +123,9 @@ impl Bench<'_> {
             let copies = self.copies(bytes, iterations)?;
             let (times, _) = gather(self.communicator, &times, 0)?;
             let (copies, _) = gather(self.communicator, &copies, 0)?;
-            let (time_us_p50, time_us_min) = summary(times);
-            let (copy_us_p50, _) = summary(copies);
-            measured.push(Row {
-                phase: phase.name(),
-                layout: name.name(),
-                tokens: batch.tokens as u32,
-                bytes,
-                iterations,
-                time_us_p50,
-                time_us_min,
-                gbs: rate(bytes, time_us_p50),
-                copy_us_p50,
-                copy_gbs: rate(bytes, copy_us_p50),
-                allocated: pass.group.allocated_bytes() + pass.handle.allocated_bytes(),
-                wrong,
-            });
+            let allocated = pass.group.allocated_bytes() + pass.handle.allocated_bytes();
+            let what = (phase, name, batch.tokens as u32);
+            measured.push(Row::new(what, bytes, (times, copies), (allocated, wrong)));
         }
         Ok(measured)
     }
@@ -191,6 +169,55 @@ impl Bench<'_> {
     }
 }
 
+/// The group of a batch.
+pub(super) fn group(
+    options: &Moe,
+    communicator: &Communicator,
+    batch: &Batch,
+) -> Result<Arc<Group>, MoeError> {
+    let shape = &batch.shape;
+    let most = batch.room() as u32;
+    let mut of_group = GroupOptions::new(shape.experts, most, shape.hidden, shape.top_k);
+    of_group.dtype = shape.dtype;
+    of_group.blocks = options.blocks(communicator.device());
+    of_group.timeout = communicator.timeout();
+    let deadline = Instant::now() + communicator.timeout();
+    Group::new(communicator.endpoint(), of_group, deadline)
+}
+
+/// Says what a rank has found wrong.
+pub(super) fn say(rank: u32, batch: &Batch, name: Name, wrong: &Wrong) {
+    if let Some(first) = &wrong.first {
+        complain(&format!(
+            "rank {rank}: {} tokens, {}: {} wrong, first: {first}",
+            batch.tokens,
+            name.name(),
+            wrong.count
+        ));
+    }
+}
+
+/// Bytes of the rows that the busiest rank receives in a phase.
+pub(super) fn phase_bytes(batch: &Batch, shape: &OutputShape, phase: Phase) -> u64 {
+    let rows = (0..batch.shape.ranks).map(|rank| batch.rows_to(rank)).max();
+    let rows = rows.unwrap_or(0) as u64;
+    let dispatched = rows * (shape.row_bytes + shape.scale_row_bytes);
+    let combined = rows * batch.shape.row_bytes() as u64;
+    match phase {
+        Phase::Dispatch => dispatched,
+        Phase::Combine => combined,
+        Phase::Both => dispatched + combined,
+    }
+}
+
+/// How calls are timed on a device.
+fn clock(device: &Device) -> &'static str {
+    match device {
+        Device::Cpu => "the host's, call by call",
+        _ => "the device's, calls in graphs",
+    }
+}
+
 /// One pass, again and again.
 struct Pass<'a> {
     batch: &'a Batch,
@@ -219,13 +246,7 @@ impl<'a> Pass<'a> {
     fn new(bench: &Bench<'_>, batch: &'a Batch, name: Name) -> Result<Self, MoeError> {
         let (communicator, options) = (bench.communicator, bench.options);
         let shape = &batch.shape;
-        let most = batch.room() as u32;
-        let mut of_group = GroupOptions::new(shape.experts, most, shape.hidden, shape.top_k);
-        of_group.dtype = shape.dtype;
-        of_group.blocks = options.blocks;
-        of_group.timeout = communicator.timeout();
-        let deadline = Instant::now() + communicator.timeout();
-        let group = Group::new(communicator.endpoint(), of_group, deadline)?;
+        let group = group(options, communicator, batch)?;
         let rank = communicator.rank();
         let routing = Routing {
             experts: Experts::I32(batch.experts(rank)),
@@ -337,7 +358,7 @@ fn sending(travel: Travel, elements: &[u8]) -> Tokens<'_> {
 }
 
 /// The same error, as jobs tell them apart.
-fn lift(rank: u32, error: MoeError) -> CollectiveError {
+pub(super) fn lift(rank: u32, error: MoeError) -> CollectiveError {
     match error {
         MoeError::Channel { source } => source.into(),
         MoeError::Hal { source } => source.into(),

@@ -3,16 +3,19 @@
 //! * [`options`]: the command line.
 //! * [`batch`]: tokens and where they go, which every rank can make for itself, and what must come of them.
 //! * [`measure`]: what each rank does.
+//! * [`cuda`]: calls on a GPU, by its clock.
 //! * [`report`]: tables, JSON and the picture.
 
 mod batch;
+mod cuda;
 mod measure;
 mod options;
 mod report;
 
-use crossweft_collective::{CollectiveError, Devices};
+use crossweft_collective::CollectiveError;
 pub(crate) use options::Moe;
 
+use crate::doctor::DEFAULT_RANKS;
 use crate::exit::Exit;
 use crate::job::{self, JobError};
 
@@ -24,8 +27,12 @@ pub(crate) fn run(options: &Moe) -> Exit {
         .check()
         .map_err(JobError::Usage)
         .and_then(|recorded| {
+            let devices = options
+                .device
+                .find(options.ranks.unwrap_or(DEFAULT_RANKS))
+                .map_err(JobError::Usage)?;
             job::run(
-                &options.job(Devices::Cpu),
+                &options.job(devices),
                 |communicator, started_as| -> Result<u64, CollectiveError> {
                     let origin = (started_as, machine.as_str());
                     measure::run(options, recorded.as_ref(), communicator, origin)

@@ -21,7 +21,7 @@ const MOST_TOKENS: u32 = 1 << 16;
 /// Options of `bench moe`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Moe {
-    /// The device to run on; dispatch and combine run on the CPU so far.
+    /// The device to run on; `auto` takes GPUs if there is one for every rank.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     pub(crate) device: Device,
     /// Number of ranks to start; under a launcher (torchrun, mpirun, srun) it gives the number.
@@ -60,9 +60,9 @@ pub(crate) struct Moe {
     /// line, its experts separated by spaces or commas, -1 for none.
     #[arg(long, value_name = "HOW", default_value = "uniform")]
     pub(crate) routing: Routing,
-    /// Thread blocks of each rank.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
-    pub(crate) blocks: u32,
+    /// Thread blocks of each rank: 1 on the CPU and 16 on a GPU unless given.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) blocks: Option<u32>,
     /// Timed calls of each size; by default fewer for larger sizes.
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) iters: Option<u32>,
@@ -235,12 +235,6 @@ impl Routing {
 impl Moe {
     /// What cannot be told from one option alone; and what was recorded, if anything was.
     pub(crate) fn check(&self) -> Result<Option<Recorded>, String> {
-        if self.device == Device::Cuda {
-            return Err(
-                "--device cuda: dispatch and combine run on the cpu so far; use --device cpu"
-                    .to_owned(),
-            );
-        }
         let dtype = self.dtype;
         if !matches!(dtype, DataType::Bf16 | DataType::F16 | DataType::F32) {
             return Err(format!("--dtype {dtype}: tokens are bf16, f16 or f32"));
@@ -284,6 +278,15 @@ impl Moe {
     pub(crate) fn job(&self, devices: Devices) -> JobOptions {
         let timeout = Duration::from_secs(self.timeout);
         JobOptions::new(self.ranks, self.threads, devices, timeout, !self.no_bind)
+    }
+
+    /// Thread blocks of each rank on a device.
+    pub(crate) fn blocks(&self, device: &crossweft_hal::Device) -> u32 {
+        let usual = match device {
+            crossweft_hal::Device::Cpu => 1,
+            _ => 16,
+        };
+        self.blocks.unwrap_or(usual)
     }
 
     /// Experts of each token.

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::super::plot::{Line, draw_lines};
+use super::options::{Name, Phase};
 
 /// One number of tokens in one layout, in one phase.
 #[derive(Clone, Debug, Serialize)]
@@ -57,6 +58,32 @@ pub(crate) fn rate(bytes: u64, us: f64) -> f64 {
 }
 
 impl Row {
+    /// Of so many bytes: times of the slowest rank of each call, and of copies; bytes allocated, and what was wrong.
+    pub(crate) fn new(
+        (phase, name, tokens): (Phase, Name, u32),
+        bytes: u64,
+        (times, copies): (Vec<f64>, Vec<f64>),
+        (allocated, wrong): (u64, u64),
+    ) -> Self {
+        let iterations = times.len();
+        let (time_us_p50, time_us_min) = summary(times);
+        let (copy_us_p50, _) = summary(copies);
+        Self {
+            phase: phase.name(),
+            layout: name.name(),
+            tokens,
+            bytes,
+            iterations,
+            time_us_p50,
+            time_us_min,
+            gbs: rate(bytes, time_us_p50),
+            copy_us_p50,
+            copy_gbs: rate(bytes, copy_us_p50),
+            allocated,
+            wrong,
+        }
+    }
+
     /// The row of the table.
     pub(crate) fn line(&self) -> String {
         let Self {
@@ -104,6 +131,8 @@ pub(crate) struct Header {
     pub(crate) seed: u64,
     /// Thread blocks of each rank.
     pub(crate) blocks: u32,
+    /// How calls are timed.
+    pub(crate) clock: &'static str,
 }
 
 impl Header {
@@ -123,6 +152,7 @@ impl Header {
             routing,
             seed,
             blocks,
+            clock,
         } = self;
         let mut text = String::new();
         let _ = writeln!(
@@ -134,6 +164,7 @@ impl Header {
             text,
             "# {experts} experts, top-{top_k}, tokens of {hidden} {dtype}, travelling {travel}, routing {routing}, seed {seed}"
         );
+        let _ = writeln!(text, "# clock: {clock}");
         let _ = writeln!(
             text,
             "# bytes: what the busiest rank receives, a row for each token that is for it; copy: every rank copies as many into shared memory"

@@ -1,0 +1,780 @@
+//! Dispatch and combine on a CUDA device: kernels in the order of a stream.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossweft_channel::KernelGuard;
+use crossweft_device::DataType;
+use crossweft_device::gpu::WARP;
+use crossweft_device::moe::combine::{self, Weighting};
+use crossweft_device::moe::dispatch::{self, Choices, Quantise};
+use crossweft_device::moe::{COMPLETED, Call, Phase, SENT};
+use crossweft_hal::HalError;
+use crossweft_hal::cuda::{
+    Argument, CompileOptions, Context, CudaError, Kernel, Module, Shape, Stream,
+};
+use crossweft_kernels::moe::{CombineLaunch, DispatchLaunch, entries, steps};
+use crossweft_kernels::{MAX_REGISTERS, MAX_THREADS, MIN_SM, moe_module};
+
+use crate::MoeError;
+use crate::group::{Group, combine_call, dispatch_call, phase_of};
+use crate::handle::{Counts, Handle, State};
+use crate::launch::PassTables;
+use crate::layout::{Format, Layout, ScaleType};
+
+/// A group's kernels, and what ends their waits.
+#[derive(Debug)]
+pub(crate) struct Launcher {
+    dispatch: Kernel,
+    combine: Kernel,
+    shape: Shape,
+    guard: KernelGuard,
+}
+
+/// Why a group cannot be on a device.
+#[derive(Debug)]
+pub(crate) enum Unfit {
+    Hal(CudaError),
+    Usage(String),
+}
+
+impl From<CudaError> for Unfit {
+    fn from(error: CudaError) -> Self {
+        Self::Hal(error)
+    }
+}
+
+impl Launcher {
+    /// Loads the kernels and finds out how many threads their blocks can have, so that `blocks` blocks of each of
+    /// `sharers` ranks are resident at once: they wait for each other.
+    pub(crate) fn new(
+        context: &Arc<Context>,
+        dtype: DataType,
+        (blocks, sharers): (u32, u32),
+    ) -> Result<Self, Unfit> {
+        let device = context.device().properties()?;
+        let sm = device.compute.0 * 10 + device.compute.1;
+        let incapable = || CudaError::Incapable {
+            device: context.ordinal(),
+            what: "dispatch and combine",
+            reason: format!(
+                "its compute capability is {sm}, kernels for {dtype} need at least {MIN_SM}"
+            ),
+        };
+        let module = moe_module(sm).ok_or_else(incapable)?;
+        let entries = entries(dtype).ok_or_else(incapable)?;
+        let options = CompileOptions {
+            max_registers: Some(MAX_REGISTERS),
+            ..CompileOptions::default()
+        };
+        let loaded = Module::shared(context, module.name, module.ptx, &options)?;
+        let (dispatch, combine) = (
+            loaded.kernel(entries.dispatch)?,
+            loaded.kernel(entries.combine)?,
+        );
+        let needed = u64::from(blocks) * u64::from(sharers);
+        let mut threads = MAX_THREADS;
+        loop {
+            let resident = dispatch
+                .max_resident_blocks(threads, 0)?
+                .min(combine.max_resident_blocks(threads, 0)?);
+            if u64::from(resident) >= needed {
+                break;
+            }
+            if threads == WARP {
+                return Err(Unfit::Usage(format!(
+                    "{blocks} thread blocks for each of {sharers} ranks on one device, which holds {resident} at once; \
+                     use fewer"
+                )));
+            }
+            threads = (threads / 2).max(WARP) / WARP * WARP;
+        }
+        Ok(Self {
+            dispatch,
+            combine,
+            shape: Shape::linear(blocks, threads),
+            guard: KernelGuard::new(context)?,
+        })
+    }
+}
+
+/// What rows and tokens are moved in, so what they must be aligned to.
+const PIECE: u64 = 16;
+
+/// Where a rank's tokens go, in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceRouting {
+    /// Address of the experts of each token, of all ranks' experts: `[tokens, top-k]`, -1 for none.
+    pub experts: u64,
+    /// Whether they are i64, not i32.
+    pub wide: bool,
+    /// Address of what the experts' results are multiplied by: f32 `[tokens, top-k]`. 0: 1, or they are given when
+    /// combining.
+    pub weights: u64,
+    /// Number of tokens.
+    pub tokens: u32,
+    /// Experts of each token.
+    pub top_k: u32,
+}
+
+impl DeviceRouting {
+    /// Of i32 experts, with weights of 1.
+    #[must_use]
+    pub const fn new(experts: u64, tokens: u32, top_k: u32) -> Self {
+        Self {
+            experts,
+            wide: false,
+            weights: 0,
+            tokens,
+            top_k,
+        }
+    }
+}
+
+/// The tokens of a dispatch, in device memory; addresses are multiples of 16. See [`Tokens`](crate::Tokens).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DeviceTokens {
+    /// In the group's type.
+    Plain(u64),
+    /// In [`DataType::F8E4M3`]; the hidden size must be a multiple of 16.
+    Quantised {
+        /// Address of `[tokens, hidden]`.
+        elements: u64,
+        /// Address of `[tokens, scales]`, see [`Format::scale_bytes`].
+        scales: u64,
+        /// What they are.
+        scale_type: ScaleType,
+    },
+    /// In the group's type, to be quantised on the way.
+    Quantise {
+        /// Address of `[tokens, hidden]`.
+        elements: u64,
+        /// What scales arrive.
+        scale_type: ScaleType,
+        /// Whether scales are rounded up to powers of two.
+        powers_of_two: bool,
+    },
+}
+
+impl DeviceTokens {
+    /// How they travel.
+    #[must_use]
+    pub const fn format(&self) -> Format {
+        match self {
+            Self::Plain(_) => Format::Plain,
+            Self::Quantised { scale_type, .. } | Self::Quantise { scale_type, .. } => {
+                Format::F8E4M3(*scale_type)
+            }
+        }
+    }
+}
+
+/// Where a dispatch lays out what is received, in device memory; 0 for what is not wanted. See
+/// [`DispatchOutput`](crate::DispatchOutput).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceOutput {
+    /// Address of `[rows, hidden]`, a multiple of 16.
+    pub tokens: u64,
+    /// Rows that there is room for: as many as can come ([`Handle::output_shape`]), or, once
+    /// [`Handle::wait_for_counts_on`] has told them, as many as do.
+    pub rows: u64,
+    /// Address of `[rows, scales]`, of quantised tokens.
+    pub scales: u64,
+    /// Address of `[rows, top-k]` local experts, where rows are not grouped by expert.
+    pub experts: u64,
+    /// Whether those are i64, not i32.
+    pub wide: bool,
+    /// Address of f32 weights, `[rows, top-k]` or `[rows]`.
+    pub weights: u64,
+    /// Address of i32 `[rows]`: which of its source's tokens a row is.
+    pub sources: u64,
+}
+
+impl DeviceOutput {
+    /// Only tokens are wanted, for which there are so many rows.
+    #[must_use]
+    pub fn new(tokens: u64, rows: u64) -> Self {
+        Self {
+            tokens,
+            rows,
+            ..Self::default()
+        }
+    }
+}
+
+/// The weights of a combine. See [`Weights`](crate::Weights).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DeviceWeights {
+    /// All 1. The only ones for rows that are not grouped by expert.
+    One,
+    /// Those of the dispatch.
+    Dispatched,
+    /// These, of this rank's tokens: address of f32 `[tokens, top-k]`.
+    Given(u64),
+}
+
+/// Where the counts of a handle's last dispatch are, in device memory. Addresses stay the same for as long as the
+/// handle lives; strides are the group's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceCounts {
+    /// Address of `u32 [ranks]`: tokens from each rank.
+    pub per_source: u64,
+    /// Address of `u32 [ranks][most experts]`: rows from each rank for each local expert.
+    pub per_source_and_expert: u64,
+    /// Address of `u32 [ranks][most experts]`: the first of those, where rows are grouped by expert.
+    pub begins: u64,
+    /// Address of `u32 [local experts + 1]`: the first row of each expert, where rows are grouped by expert, and rows in
+    /// all.
+    pub offsets: u64,
+    /// The most experts of any rank.
+    pub most_experts: u32,
+}
+
+/// What a launch of a dispatch has besides its tables.
+struct Dispatch {
+    choices: Choices,
+    input: dispatch::Input,
+    output: dispatch::Output,
+}
+
+impl Group {
+    /// A handle for passes on a CUDA device, each of whose dispatches says where its tokens go. Local; allocates.
+    ///
+    /// # Errors
+    /// [`MoeError::Usage`]: the group is not on a CUDA device, or a layout that cannot be.
+    pub fn handle_on_device(self: &Arc<Self>, layout: Layout) -> Result<Handle, MoeError> {
+        self.launcher()?;
+        self.output_shape(layout, Format::Plain, self.options().top_k)?;
+        let pass = PassTables::new(
+            self.endpoint(),
+            self.tables().geometry(),
+            (layout, self.options().blocks),
+        )?;
+        Ok(Handle::new(Arc::clone(self), layout, pass))
+    }
+
+    /// Whether every launch that has ended, ended well; does not block for those that have not. Ask after the stream has
+    /// come to its end.
+    ///
+    /// # Errors
+    /// As for [`Handle::dispatch`](Handle::dispatch): what went wrong first. The group cannot be used after that.
+    pub fn check(&self) -> Result<(), MoeError> {
+        let launcher = self.launcher()?;
+        let Some(interrupted) = launcher.guard.interrupted() else {
+            return Ok(());
+        };
+        let Ok(mut desk) = self.desk() else {
+            return Err(MoeError::Poisoned {
+                rank: self.rank(),
+                reason: "an earlier call failed",
+            });
+        };
+        desk.has_failed = true;
+        let tables = self.tables();
+        let (sent, completed) = (tables.state(SENT), tables.state(COMPLETED));
+        let number = match phase_of(&interrupted) {
+            Phase::Choices => {
+                let (choice, expert) = (interrupted.waiting.spins, interrupted.waiting.seen);
+                let most = self.options().experts;
+                return Err(self.usage(format!(
+                    "expert {} (choice {choice} of all tokens'); there are {most}, and -1 is for none",
+                    expert.cast_signed()
+                )));
+            }
+            Phase::Counts | Phase::Rows if sent > completed => completed,
+            _ => sent,
+        };
+        // What it has told itself is what it calls.
+        let own = tables.announced(number, self.rank());
+        let call = Call {
+            signature: own.unwrap_or(desk.signature),
+        };
+        Err(self.explain(&interrupted, (number, call), &self.watch()))
+    }
+
+    /// Blocks until `stream` has come to its end, at most for the time that its calls may take; then as
+    /// [`check`](Self::check). If the job fails meanwhile, the waits of its kernels are ended.
+    ///
+    /// # Errors
+    /// As for [`check`](Self::check); [`MoeError::Hal`] if the device failed.
+    pub fn wait(&self, stream: &Stream) -> Result<(), MoeError> {
+        let launcher = self.launcher()?;
+        let watch = self.watch();
+        let failed = || {
+            // Blocks of a launch that was stopped wait for each other.
+            launcher.guard.interrupted().is_some() || watch.is_stopped()
+        };
+        let waited = launcher.guard.wait(stream, WAIT_LIMIT, failed);
+        waited.map_err(HalError::from)?;
+        self.check()
+    }
+
+    fn limit(&self) -> Duration {
+        self.options().timeout
+    }
+}
+
+/// How long a stream may take to come to its end; its kernels have deadlines of their own.
+const WAIT_LIMIT: Duration = Duration::from_secs(3600);
+
+impl Handle {
+    /// Sends this rank's tokens and lays out what is received, in one launch in the order of `stream`, which may be
+    /// recording a graph; returns at once. All ranks must call it. What goes wrong on the device shows up in
+    /// [`Group::check`].
+    ///
+    /// # Errors
+    /// [`MoeError::Usage`], [`MoeError::Poisoned`], [`MoeError::Hal`].
+    ///
+    /// # Safety
+    /// All addresses must be device memory of the shapes that are said, which nobody else uses in ways that conflict
+    /// until the launch has ended, and the handle be kept until then, and as long as any graph that it was recorded
+    /// into. Calls of a group must follow one another, whatever streams and handles they are of.
+    pub unsafe fn dispatch_on(
+        &mut self,
+        stream: &Stream,
+        routing: &DeviceRouting,
+        tokens: DeviceTokens,
+        output: &DeviceOutput,
+    ) -> Result<(), MoeError> {
+        let (choices, input, output) = (
+            self.take(routing)?,
+            self.input(tokens)?,
+            self.output(tokens.format(), output)?,
+        );
+        let format = tokens.format();
+        let what = Dispatch {
+            choices,
+            input,
+            output,
+        };
+        let all = steps::ROUTE | steps::SEND | steps::COUNT | steps::RECEIVE;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_dispatch(stream, &what, format, all) }
+    }
+
+    /// Sends this rank's tokens, in the order of `stream`; returns at once. The tokens may be changed when the launch
+    /// has ended; no multiprocessor is held until [`dispatch_complete_on`](Self::dispatch_complete_on).
+    ///
+    /// # Errors
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    ///
+    /// # Safety
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    pub unsafe fn dispatch_send_on(
+        &mut self,
+        stream: &Stream,
+        routing: &DeviceRouting,
+        tokens: DeviceTokens,
+    ) -> Result<(), MoeError> {
+        let what = Dispatch {
+            choices: self.take(routing)?,
+            input: self.input(tokens)?,
+            output: dispatch::Output::default(),
+        };
+        let all = steps::ROUTE | steps::SEND;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_dispatch(stream, &what, tokens.format(), all) }
+    }
+
+    /// Waits until it is known how many rows the dispatch that was sent will bring. Blocks until `stream` has come to
+    /// its end.
+    ///
+    /// # Errors
+    /// As for [`Group::wait`].
+    pub fn wait_for_counts_on(&mut self, stream: &Stream) -> Result<&Counts, MoeError> {
+        let (_, format) = self.sent_dispatch()?;
+        let what = Dispatch {
+            choices: Choices::default(),
+            input: self.nothing(format),
+            output: dispatch::Output::default(),
+        };
+        // SAFETY: counts touch nothing but tables, and this waits for the launch.
+        unsafe { self.launch_dispatch(stream, &what, format, steps::COUNT)? };
+        self.counts_on(stream)
+    }
+
+    /// Lays out what the dispatch that was sent brings, in the order of `stream`; returns at once.
+    ///
+    /// # Errors
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    ///
+    /// # Safety
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    pub unsafe fn dispatch_complete_on(
+        &mut self,
+        stream: &Stream,
+        output: &DeviceOutput,
+    ) -> Result<(), MoeError> {
+        let (_, format) = self.sent_dispatch()?;
+        let what = Dispatch {
+            choices: Choices::default(),
+            input: self.nothing(format),
+            output: self.output(format, output)?,
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_dispatch(stream, &what, format, steps::COUNT | steps::RECEIVE) }
+    }
+
+    /// Sums what the experts made of the tokens and brings the sums back, as [`combine`](Self::combine), in one launch
+    /// in the order of `stream`, which may be recording a graph; returns at once. `rows` is the address of what was laid
+    /// out, in the group's type, and `output` that of this rank's tokens, `[tokens, hidden]`; both multiples of 16.
+    ///
+    /// # Errors
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    ///
+    /// # Safety
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    pub unsafe fn combine_on(
+        &mut self,
+        stream: &Stream,
+        rows: u64,
+        weights: DeviceWeights,
+        output: u64,
+    ) -> Result<(), MoeError> {
+        self.can_combine()?;
+        let input = self.summing(rows, weights)?;
+        let output = self.aligned("the memory of combined tokens", output)?;
+        let all = steps::SEND | steps::RECEIVE;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_combine(stream, &input, output, all) }
+    }
+
+    /// Sums what the experts made of the tokens and sends the sums back, in the order of `stream`; returns at once.
+    ///
+    /// # Errors
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    ///
+    /// # Safety
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    pub unsafe fn combine_send_on(
+        &mut self,
+        stream: &Stream,
+        rows: u64,
+        weights: DeviceWeights,
+    ) -> Result<(), MoeError> {
+        self.can_combine()?;
+        let input = self.summing(rows, weights)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_combine(stream, &input, 0, steps::SEND) }
+    }
+
+    /// Brings what the combine that was sent brings, in the order of `stream`; returns at once.
+    ///
+    /// # Errors
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    ///
+    /// # Safety
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    pub unsafe fn combine_complete_on(
+        &mut self,
+        stream: &Stream,
+        output: u64,
+    ) -> Result<(), MoeError> {
+        let (_, gives_weights) = self.sent_combine()?;
+        let output = self.aligned("the memory of combined tokens", output)?;
+        let input = self.sums(combine_call(gives_weights, self.pass.top_k()));
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_combine(stream, &input, output, steps::RECEIVE) }
+    }
+
+    /// How many rows came with the last dispatch, and where they lie. Blocks until `stream` has come to its end.
+    ///
+    /// # Errors
+    /// As for [`Group::wait`]; [`MoeError::Usage`] if nothing was dispatched yet.
+    pub fn counts_on(&mut self, stream: &Stream) -> Result<&Counts, MoeError> {
+        if self.state == State::Routed {
+            return Err(self.out_of_order("no counts have come; dispatch before"));
+        }
+        self.group.wait(stream)?;
+        self.take_counts()?;
+        self.counts()
+    }
+
+    /// Where the counts of the last dispatch are on the device, for whatever follows it on its stream.
+    #[must_use]
+    pub fn device_counts(&self) -> DeviceCounts {
+        let routes = self.pass.routes();
+        DeviceCounts {
+            per_source: routes.received,
+            per_source_and_expert: routes.counts,
+            begins: routes.begins,
+            offsets: routes.offsets,
+            most_experts: self.group.tables().geometry().most_experts(),
+        }
+    }
+
+    fn aligned(&self, name: &str, address: u64) -> Result<u64, MoeError> {
+        match address.is_multiple_of(PIECE) {
+            true => Ok(address),
+            false => Err(self.group.usage(format!(
+                "{name} is at {address:#x}; it must be at a multiple of {PIECE}"
+            ))),
+        }
+    }
+
+    /// The pass is one of so many tokens from now on.
+    fn take(&mut self, routing: &DeviceRouting) -> Result<Choices, MoeError> {
+        self.can_dispatch()?;
+        let &DeviceRouting {
+            experts,
+            wide,
+            weights,
+            tokens,
+            top_k,
+        } = routing;
+        let group = Arc::clone(&self.group);
+        let size = (tokens, top_k);
+        let taken = self.pass.resize(group.tables().geometry(), size);
+        taken.map_err(|reason| group.usage(reason))?;
+        Ok(Choices {
+            experts,
+            weights,
+            wide: wide.into(),
+            reserved: 0,
+        })
+    }
+
+    /// What a launch sends that sends nothing.
+    fn nothing(&self, format: Format) -> dispatch::Input {
+        dispatch::Input {
+            call: dispatch_call(format, self.pass.top_k()),
+            ..dispatch::Input::default()
+        }
+    }
+
+    fn input(&self, tokens: DeviceTokens) -> Result<dispatch::Input, MoeError> {
+        let (hidden, dtype) = self.sizes();
+        let format = tokens.format();
+        let (elements, scales, quantise) = match tokens {
+            DeviceTokens::Plain(elements) => (elements, 0, Quantise::No),
+            DeviceTokens::Quantised {
+                elements, scales, ..
+            } => (elements, scales, Quantise::No),
+            DeviceTokens::Quantise {
+                elements,
+                scale_type,
+                powers_of_two,
+            } => (elements, 0, quantise_to(scale_type, powers_of_two)),
+        };
+        if format != Format::Plain && !hidden.is_multiple_of(16) {
+            return Err(self.group.usage(format!(
+                "a hidden size of {hidden} in f8e4m3; it must be a multiple of 16"
+            )));
+        }
+        let payload_bytes = format.token_bytes(hidden, dtype);
+        let token_bytes = match quantise {
+            Quantise::No => payload_bytes,
+            _ => Format::Plain.token_bytes(hidden, dtype),
+        };
+        Ok(dispatch::Input {
+            tokens: self.aligned("the memory of tokens", elements)?,
+            scales,
+            hidden: hidden.into(),
+            token_bytes,
+            payload_bytes,
+            scale_bytes: format.scale_bytes(hidden),
+            quantise,
+            call: dispatch_call(format, self.pass.top_k()),
+        })
+    }
+
+    fn output(&self, format: Format, output: &DeviceOutput) -> Result<dispatch::Output, MoeError> {
+        let &DeviceOutput {
+            tokens,
+            rows,
+            scales,
+            experts,
+            wide,
+            weights,
+            sources,
+        } = output;
+        let shape = self.output_shape(format)?;
+        let needed = match self.counts() {
+            Ok(counts) => counts.rows(),
+            Err(_) => shape.rows,
+        };
+        if rows < needed {
+            let rank = self.group.rank();
+            return Err(MoeError::Capacity {
+                rank,
+                rows: needed,
+                room: rows,
+            });
+        }
+        let wrong = match (scales, shape.scale_row_bytes) {
+            (0, 1..) => Some("no room for the scales of quantised tokens"),
+            (1.., 0) => Some("room for scales, which tokens that are not quantised do not have"),
+            _ if experts != 0 && shape.experts_per_row == 0 => {
+                Some("room for experts, which are known of rows that are grouped by them")
+            }
+            _ => None,
+        };
+        if let Some(reason) = wrong {
+            return Err(self.group.usage(reason.to_owned()));
+        }
+        Ok(dispatch::Output {
+            tokens: self.aligned("the memory of rows", tokens)?,
+            scales,
+            experts,
+            weights,
+            sources,
+            capacity: rows.min(shape.rows),
+            payload_bytes: shape.row_bytes,
+            scale_bytes: shape.scale_row_bytes,
+            wide: wide.into(),
+        })
+    }
+
+    fn sums(&self, call: Call) -> combine::Input {
+        let (hidden, dtype) = self.sizes();
+        combine::Input {
+            hidden: hidden.into(),
+            payload_bytes: Format::Plain.token_bytes(hidden, dtype),
+            call,
+            ..combine::Input::default()
+        }
+    }
+
+    fn summing(&self, rows: u64, weights: DeviceWeights) -> Result<combine::Input, MoeError> {
+        let (weighting, address) = match weights {
+            DeviceWeights::One => (Weighting::One, 0),
+            _ if !self.layout().is_by_expert() => {
+                return Err(self.group.usage(
+                    "weights for rows that are not grouped by expert; apply them before, and take none here"
+                        .to_owned(),
+                ));
+            }
+            DeviceWeights::Dispatched => (Weighting::Dispatched, 0),
+            DeviceWeights::Given(address) => (Weighting::Given, address),
+        };
+        let call = combine_call(weighting == Weighting::Given, self.pass.top_k());
+        Ok(combine::Input {
+            rows: self.aligned("the memory of rows", rows)?,
+            weights: address,
+            weighting,
+            ..self.sums(call)
+        })
+    }
+
+    /// # Safety
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    unsafe fn launch_dispatch(
+        &mut self,
+        stream: &Stream,
+        what: &Dispatch,
+        format: Format,
+        steps: u32,
+    ) -> Result<(), MoeError> {
+        let group = Arc::clone(&self.group);
+        let launcher = group.launcher()?;
+        let mut desk = group.desk()?;
+        let number = match steps & steps::SEND {
+            0 => {
+                let (number, _) = self.sent_dispatch()?;
+                self.next_to_complete(&desk, number)?;
+                number
+            }
+            _ => self.next_to_send(&desk)?,
+        };
+        let launch = DispatchLaunch {
+            group: *group.tables().program(),
+            routes: *self.pass.routes(),
+            choices: what.choices,
+            input: what.input,
+            output: what.output,
+            context: launcher.guard.context(group.limit()),
+            steps,
+            reserved: 0,
+        };
+        // SAFETY: this is the kernel's parameter; the tables live in the group, which the handle keeps, and the pass; the
+        // rest is the caller's promise.
+        let launched = unsafe {
+            let parameter = [Argument::from(&launch)];
+            launcher
+                .dispatch
+                .launch(stream, &launcher.shape, &parameter)
+        };
+        launched.map_err(HalError::from)?;
+        desk.signature = what.input.call.signature;
+        if steps & steps::SEND != 0 {
+            desk.sent += 1;
+            self.state = State::DispatchSent { number, format };
+            self.is_counted = false;
+        }
+        if steps & steps::RECEIVE != 0 {
+            desk.completed += 1;
+            self.state = State::Dispatched;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`dispatch_on`](Self::dispatch_on).
+    unsafe fn launch_combine(
+        &mut self,
+        stream: &Stream,
+        input: &combine::Input,
+        output: u64,
+        steps: u32,
+    ) -> Result<(), MoeError> {
+        let group = Arc::clone(&self.group);
+        let launcher = group.launcher()?;
+        let mut desk = group.desk()?;
+        let gives_weights = input.weighting == Weighting::Given;
+        let number = match steps & steps::SEND {
+            0 => {
+                let (number, _) = self.sent_combine()?;
+                self.next_to_complete(&desk, number)?;
+                number
+            }
+            _ => self.next_to_send(&desk)?,
+        };
+        let weights = match gives_weights {
+            true => steps::WEIGHTS,
+            false => 0,
+        };
+        let launch = CombineLaunch {
+            group: *group.tables().program(),
+            routes: *self.pass.routes(),
+            input: *input,
+            output,
+            context: launcher.guard.context(group.limit()),
+            steps: steps | weights,
+            reserved: 0,
+        };
+        // SAFETY: as for a dispatch.
+        let launched = unsafe {
+            let parameter = [Argument::from(&launch)];
+            launcher.combine.launch(stream, &launcher.shape, &parameter)
+        };
+        launched.map_err(HalError::from)?;
+        desk.signature = input.call.signature;
+        if steps & steps::SEND != 0 {
+            desk.sent += 1;
+            self.state = State::CombineSent {
+                number,
+                gives_weights,
+            };
+        }
+        if steps & steps::RECEIVE != 0 {
+            desk.completed += 1;
+            self.state = State::Dispatched;
+        }
+        Ok(())
+    }
+}
+
+/// How tokens are quantised to scales of a type.
+pub(crate) const fn quantise_to(scale_type: ScaleType, powers_of_two: bool) -> Quantise {
+    match (scale_type, powers_of_two) {
+        (ScaleType::Ue8m0, _) => Quantise::Exponents,
+        (ScaleType::F32, true) => Quantise::PowersOfTwo,
+        (ScaleType::F32, false) => Quantise::F32,
+    }
+}

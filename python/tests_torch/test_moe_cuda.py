@@ -1,0 +1,141 @@
+"""Dispatch and combine of torch's tensors on a CUDA device, in the order of its streams: the CPU's bits. Skipped where
+there is no device."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+import pytest
+import torch
+from conftest import in_threads
+
+import crossweft as cw
+from crossweft import moe
+
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no CUDA device", allow_module_level=True)
+
+RANKS = 2
+EXPERTS = 5
+HIDDEN = 256
+TOP_K = 3
+TOKENS = 70
+
+Device = Literal["cpu", "cuda"]
+
+
+def inputs(rank: int, step: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, experts and weights."""
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    tokens = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+    # Some experts several times, some choices none.
+    experts = torch.randint(-1, EXPERTS, (TOKENS, TOP_K), generator=generator)
+    weights = torch.rand(TOKENS, TOP_K, generator=generator)
+    return tokens.to(device), experts.to(device), weights.to(device)
+
+
+def group_of(communicator: cw.Communicator) -> moe.Group:
+    return moe.Group(communicator, experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K, timeout=20)
+
+
+def on(device: Device, layout: moe.Layout, quantise: moe.Quantise | None, staged: bool) -> list[list[torch.Tensor]]:
+    """What each rank has received and combined, on the host."""
+
+    def rank_main(communicator: cw.Communicator) -> list[torch.Tensor]:
+        group = group_of(communicator)
+        by_expert = layout in ("expert_major", "expert_packed")
+        # Ranks of one process on one device: each its own stream.
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        found = []
+        with torch.cuda.stream(stream):
+            handle = None
+            for step in range(3):
+                tokens, experts, weights = inputs(group.rank, step, device)
+                if handle is None:
+                    handle = group.handle(experts, weights, layout=layout, alignment=4)
+                else:
+                    handle.route(experts, weights)
+                out = handle.empty(like=tokens, scales=quantise)
+                for room in (out.tokens, out.scales):
+                    if room is not None:
+                        room.view(torch.uint8).fill_(0xA5)
+                if staged:
+                    handle.dispatch_send(tokens, quantise=quantise)
+                    assert handle.wait_for_counts().rows <= out.tokens.shape[0] * (out.tokens.shape[1])
+                    handle.dispatch_complete(out)
+                else:
+                    handle.dispatch(tokens, quantise=quantise, out=out)
+                made = out.tokens.to(torch.bfloat16)
+                if layout == "flat" or layout == "expert_packed":
+                    made = made[: handle.counts().rows]
+                made = made.contiguous()
+                combined = handle.combine(made, weights="dispatched" if by_expert else None)
+                group.check()
+                parts = [out.tokens.view(torch.uint8), out.weights, out.sources, combined]
+                parts += [part for part in (out.scales, out.experts) if part is not None]
+                found += [part.cpu() for part in parts]
+        return found
+
+    return in_threads(RANKS, rank_main, device)
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major", "flat", "expert_packed"])
+@pytest.mark.parametrize("quantise", [None, "f32", "ue8m0"])
+def test_the_cpu_s_bits(layout: moe.Layout, quantise: moe.Quantise | None) -> None:
+    for staged in (False, True):
+        cpu, cuda = on("cpu", layout, quantise, staged), on("cuda", layout, quantise, staged)
+        for ours, theirs in zip(cuda, cpu, strict=True):
+            for part, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (layout, quantise, staged, part)
+
+
+def test_a_graph_is_replayed_with_other_tokens() -> None:
+    alone = threading.Lock()
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        group = group_of(communicator)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            tokens, experts, weights = inputs(group.rank, 0, "cuda")
+            handle = group.handle(experts, weights)
+            out = handle.empty(like=tokens)
+            combined = torch.empty_like(tokens)
+            torch.cuda.current_stream().synchronize()
+            communicator.barrier()
+            graph = torch.cuda.CUDAGraph()
+            # Torch synchronises the device for a capture, which another's would not bear.
+            with alone, torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                handle.dispatch(tokens, out=out)
+                handle.combine(out.tokens, weights="dispatched", out=combined)
+            for step in range(1, 4):
+                for to, new in zip((tokens, experts, weights), inputs(group.rank, step, "cuda"), strict=True):
+                    to.copy_(new)
+                graph.replay()
+                torch.cuda.current_stream().synchronize()
+                group.check()
+                # Experts that give back what came: the token times the sum of its weights, roughly.
+                factor = (weights * (experts >= 0)).sum(1, keepdim=True)
+                torch.testing.assert_close(combined.float(), tokens.float() * factor, rtol=0.03, atol=0.03)
+            communicator.barrier()
+
+    in_threads(RANKS, rank_main, "cuda")
+
+
+def test_tensors_elsewhere_are_refused_and_an_expert_that_is_none_is_told() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        group = group_of(communicator)
+        tokens, experts, weights = inputs(group.rank, 0, "cuda")
+        with pytest.raises(cw.errors.TensorError, match="cuda:0, so copy it there"):
+            group.handle(experts.cpu())
+        handle = group.handle(experts, weights)
+        with pytest.raises(cw.errors.UsageError, match="tokens has"):
+            handle.dispatch(tokens[1:])
+        communicator.barrier()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            # No rank sends anything.
+            handle.route(torch.full_like(experts, EXPERTS))
+            handle.dispatch(tokens)
+            with pytest.raises(cw.errors.UsageError, match=f"expert {EXPERTS} "):
+                handle.counts()
+
+    in_threads(RANKS, rank_main, "cuda")
