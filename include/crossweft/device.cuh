@@ -229,10 +229,6 @@ CROSSWEFT_DEVICE void initBarrier(u32 barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
 
-CROSSWEFT_DEVICE void endBarrier(u32 barrier) {
-  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Asks for `bytes` bytes at `src` to come to shared memory at `to`; `barrier` completes a turn then.
 CROSSWEFT_DEVICE void bulkLoad(u32 to, u64 src, u32 bytes, u32 barrier) {
   asm volatile(
@@ -593,11 +589,19 @@ CROSSWEFT_DEVICE void copy(u64 dst, u64 src, u64 bytes, u32 thread, u32 threads)
 constexpr u32 BULK_BUFFERS = 8;
 constexpr u32 BULK_ALIGNMENT = 128;
 
-// Shared memory of a block that bulk copies go through. What it held is lost.
+// Shared memory of a block that bulk copies go through. Every thread of the block makes one, once in
+// a launch; from then on nobody uses the memory otherwise.
 struct Stage {
   // `memory` is aligned to BULK_ALIGNMENT; it takes some tens of KiB to keep memory busy, of which
   // the first BULK_ALIGNMENT bytes are for the stage's own use.
-  CROSSWEFT_DEVICE Stage(void* memory, u32 bytes) : memory(memory), bytes(bytes) {}
+  CROSSWEFT_DEVICE Stage(void* memory, u32 bytes) : memory(memory), bytes(bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0 && bufferBytes() != 0) {
+      for (u32 k = 0; k < BULK_BUFFERS; k++) ptx::initBarrier(barrier(k));
+      *turns() = 0;
+    }
+#endif
+  }
 
   CROSSWEFT_DEVICE u32 bufferBytes() const {
     const u32 whole = bytes < BULK_ALIGNMENT ? 0 : bytes - BULK_ALIGNMENT;
@@ -609,6 +613,9 @@ struct Stage {
   CROSSWEFT_DEVICE u32 barrier(u32 k) const {
     return static_cast<u32>(__cvta_generic_to_shared(memory)) + k * 8;
   }
+
+  // The turns that the buffers are in, a bit each: barriers last for a launch, copy after copy.
+  CROSSWEFT_DEVICE u32* turns() const { return static_cast<u32*>(memory) + 2 * BULK_BUFFERS; }
 #endif
 
   void* memory;
@@ -619,7 +626,7 @@ namespace detail {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// One thread: copies through all buffers, whose barriers are ready, round and round. Addresses and `bytes`, which is not 0,
+// One thread: copies through all buffers, round and round. Addresses and `bytes`, which is not 0,
 // are multiples of 16.
 CROSSWEFT_DEVICE void pump(const Stage& stage, u64 dst, u64 src, u64 bytes) {
   constexpr u32 KEPT = 2;
@@ -641,17 +648,15 @@ CROSSWEFT_DEVICE void pump(const Stage& stage, u64 dst, u64 src, u64 bytes) {
     next = next + 1 == BULK_BUFFERS ? 0 : next + 1;
   };
   for (u32 k = 0; k < BULK_BUFFERS - KEPT && from < bytes; k++) ask();
-  u32 current = 0, turn = 0;
+  u32 current = 0, turns = *stage.turns();
   for (u64 to = 0; to < bytes;) {
-    while (!ptx::isComplete(barrier(current), turn)) {
+    while (!ptx::isComplete(barrier(current), turns >> current & 1)) {
     }
+    turns ^= 1u << current;
     const u32 part = bytes - to < size ? static_cast<u32>(bytes - to) : size;
     ptx::bulkStore(dst + to, buffer(current), part);
     to += part;
-    if (++current == BULK_BUFFERS) {
-      current = 0;
-      turn ^= 1;
-    }
+    current = current + 1 == BULK_BUFFERS ? 0 : current + 1;
     if (from < bytes) {
       // What is asked for next takes the place of what was stored before the last ones.
       ptx::bulkKeep<KEPT>();
@@ -660,7 +665,7 @@ CROSSWEFT_DEVICE void pump(const Stage& stage, u64 dst, u64 src, u64 bytes) {
   }
   ptx::bulkStored();
   ptx::fenceStored();
-  for (u32 k = 0; k < BULK_BUFFERS; k++) ptx::endBarrier(barrier(k));
+  *stage.turns() = turns;
 }
 
 #endif
@@ -678,9 +683,6 @@ CROSSWEFT_DEVICE void copyBulk(const Stage& stage, u64 dst, u64 src, u64 bytes, 
   const u64 whole = (bytes - head) / 16 * 16;
   if (whole != 0 && stage.bufferBytes() != 0 && ((dst ^ src) & 15) == 0) {
     if (dst == src) return;
-    if (thread == 0) {
-      for (u32 k = 0; k < BULK_BUFFERS; k++) ptx::initBarrier(stage.barrier(k));
-    }
     // What any thread wrote, or saw, before is there for the engine.
     ptx::fenceProxies();
     ptx::barrierOr(false);

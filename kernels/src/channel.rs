@@ -22,7 +22,7 @@ fn share(bytes: u64) -> Extent {
     .slice(block_x(), blocks_x())
 }
 
-/// The shared memory that the launch has asked for.
+/// The shared memory that the launch has asked for, ready.
 ///
 /// # Safety
 /// There must be so many bytes of it.
@@ -30,7 +30,13 @@ fn share(bytes: u64) -> Extent {
 unsafe fn stage(bytes: u64) -> Stage {
     match launched() {
         // SAFETY: the caller's promise; nothing else lies there.
-        Some(addr) => unsafe { Stage::new(addr, bytes) },
+        Some(addr) => unsafe {
+            let stage = Stage::new(addr, bytes);
+            if thread() == 0 {
+                stage.prepare();
+            }
+            stage
+        },
         None => Stage::NONE,
     }
 }

@@ -38,7 +38,8 @@ _DType: TypeAlias = Any
 #: A sequence of integers, or a host tensor of 64-bit ones, which is looked at when the call begins.
 _Counts: TypeAlias = Any
 _Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
-_Device: TypeAlias = Literal["cpu", "cuda", "auto"]
+#: ``"cpu"``; ``"cuda"``, the device by this rank's number on its host; ``"cuda:0"`` and so on; ``"auto"``.
+_Device: TypeAlias = str
 _Layout: TypeAlias = Literal["expert_major", "expert_packed", "rank_major", "flat"]
 #: Scales of quantised tokens.
 _Scales: TypeAlias = Literal["f32", "f32_powers_of_two", "ue8m0"]
@@ -446,8 +447,6 @@ class Communicator:
         All ranks must call it together; so must they make the first of the calls below, where they have not. On a GPU,
         ``reduces`` are the types of elements that reduce_scatter_v is called with, whose kernels are loaded now.
         """
-    def check_messages(self) -> None:
-        """Raises what went wrong with messages on a GPU, once their stream has come to its end."""
     def group(self) -> MessageGroup:
         """Sends and receives that are done together, so that no order of theirs leads to a deadlock.
 
@@ -457,7 +456,7 @@ class Communicator:
         """Sends a tensor to ``peer``. Returns when it may be changed, maybe before it has been received.
 
         A tensor on a GPU is sent in the order of ``stream``, or of its library's current one, and the call returns at
-        once; so it is with the calls below. What goes wrong there, check_messages raises.
+        once; so it is with the calls below. What goes wrong there, check raises.
 
         Messages of two ranks match in the order in which they are sent and received; both sides must give as many
         elements of the same type, or get a Mismatch.
@@ -537,6 +536,14 @@ class Communicator:
         whether calls are known to be in place, or not to be. ``candidates`` is a list of all, each with its ``name``,
         ``verdict`` (``chosen``, ``not_chosen``, ``refused``), ``reason``, ``predicted_us`` and ``measured_us``.
         """
+    def prepare(self, collective: str, bytes: int, *, dtype: _DType, op: _Op = "sum", root: int = 0) -> None:
+        """Prepares what calls of up to ``bytes`` bytes, of the larger of input and output, need. Collective.
+
+        Calls without ``scale`` find it then. The first call does the same, even while its stream is being captured
+        into a CUDA graph, if all ranks make it then.
+        """
+    def check(self) -> None:
+        """Raises what went wrong in calls on streams, once those have come to their end. Later calls raise it too."""
     def abort(self, reason: str) -> None:
         """Ends the job: every wait of every rank ends with Aborted."""
     def leave(self) -> None:

@@ -153,7 +153,7 @@ def test_messages_and_blocks_of_any_size() -> None:
         assert part.values() == array.array("f", [3] * counts[rank])
         communicator.all_to_all_v(data, out, [COUNT // 2] * 2, [COUNT // 2] * 2, stream=gpu.stream)
         assert out.values() == array.array("f", [1] * (COUNT // 2) + [2] * (COUNT // 2))
-        communicator.check_messages()
+        communicator.check()
 
     in_threads(2, rank_main, device="cuda")
 

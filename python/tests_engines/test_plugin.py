@@ -95,6 +95,7 @@ def test_a_contract_names_what_is_missing() -> None:
 def test_settings_that_differ_are_named() -> None:
     def settings(**changed: object) -> Settings:
         same: dict[str, object] = {"crossweft": "1", "host": "h", "device": "cpu", "max_bytes": 1, "timeout": 2.0}
+        same["dtypes"] = "float16"
         return Settings(**{**same, **changed})  # type: ignore[arg-type]
 
     assert _disagreement([settings(), settings()]) is None
@@ -139,7 +140,7 @@ def _conditions_are_heeded() -> None:
     ours.close()
     if ours.rank == 0:
         # What it is, the first of each kind, counts after a thousand questions, and in the end.
-        assert lines.pop(0) == "crossweft is used for conditions: on cpu, for up to 1000 bytes"
+        assert lines.pop(0).startswith("crossweft is used for conditions: on cpu, for up to 1000 bytes, ready after ")
         assert (
             lines[0]
             == "crossweft, conditions: leaves all-reduces of torch.float32 of about 20 bytes to the engine: all shut"
@@ -174,6 +175,9 @@ def _nobody_gets_one() -> None:
     os.environ["CROSSWEFT_MAX_BYTES"] = "many" if rank else "100"
     assert EngineCommunicator.create(dist.group.WORLD, torch.device("cpu"), "b", log) is None
     os.environ["CROSSWEFT_MAX_BYTES"] = "100"
+    os.environ["CROSSWEFT_DTYPES"] = "bfloat16,tensor"
+    assert EngineCommunicator.create(dist.group.WORLD, torch.device("cpu"), "d", log) is None
+    del os.environ["CROSSWEFT_DTYPES"]
 
     class Broken(EngineCommunicator):
         def _get_ready(self, device: torch.device) -> None:
@@ -184,6 +188,8 @@ def _nobody_gets_one() -> None:
     assert [message.partition(" is not used for ")[2] for message in messages] == [
         "a, the engine's own collectives are: max_bytes is 100 on rank 0 and 101 on rank 1; give all ranks the same",
         "b, the engine's own collectives are: rank 1: invalid literal for int() with base 10: 'many'",
+        "d, the engine's own collectives are: rank 0: CROSSWEFT_DTYPES: torch has no type 'tensor'; give such as "
+        "bfloat16,float16,float32",
         "c, the engine's own collectives are: rank 1: MemoryError: no room",
     ]
 

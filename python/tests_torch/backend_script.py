@@ -377,6 +377,10 @@ def objects() -> None:
     assert payload == [["of", 0]]
 
 
+# Before torch 2.14 a group is no set of backends.
+HAS_BACKENDS = hasattr(torch._C._distributed_c10d.Backend, "all_gather_single")
+
+
 @case
 def groups() -> None:
     evens = dist.new_group(list(range(0, SIZE, 2)), backend=sys.argv[1])
@@ -385,6 +389,11 @@ def groups() -> None:
         dist.all_reduce(tensor, group=evens)
         assert tensor.tolist() == [len(range(0, SIZE, 2))] * 3
         dist.destroy_process_group(evens)
+    if HAS_BACKENDS:
+        splits_and_orders()
+
+
+def splits_and_orders() -> None:
     halves = [list(range(SIZE // 2)), list(range(SIZE // 2, SIZE))]
     half = dist.split_group(split_ranks=halves)
     tensor = torch.full((2,), float(RANK))
@@ -407,12 +416,15 @@ def groups() -> None:
 def functional_collectives() -> None:
     import torch.distributed._functional_collectives as funcol
 
+    all_gather = funcol.all_gather_single if HAS_BACKENDS else funcol.all_gather_tensor
+    reduce_scatter = funcol.reduce_scatter_single if HAS_BACKENDS else funcol.reduce_scatter_tensor
+
     def call(group: dist.ProcessGroup) -> list[torch.Tensor]:
         tensor = numbers(SIZE * 2, 3)
         results = [
             funcol.all_reduce(tensor, "sum", group),
-            funcol.all_gather_single(tensor, 0, group),
-            funcol.reduce_scatter_single(tensor, "sum", 0, group),
+            all_gather(tensor, 0, group),
+            reduce_scatter(tensor, "sum", 0, group),
             funcol.all_to_all_single(tensor, None, None, group),
             *funcol.all_reduce_coalesced([tensor, tensor + 1], "max", group),
         ]

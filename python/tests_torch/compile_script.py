@@ -87,6 +87,25 @@ with register("tp", communicator):
         assert "all_reduce_ has no gradients" in str(error)
     else:
         raise AssertionError("gradients would be wrong")
+    tokens, weight = torch.ones(4, 8, dtype=torch.float32), torch.full((8,), 3.0, dtype=torch.float32)
+    norm, add_norm = torch.ops.crossweft.all_reduce_rms_norm, torch.ops.crossweft.all_reduce_add_rms_norm
+
+    def normalised(residual: torch.Tensor) -> torch.Tensor:
+        return norm(tokens, weight, 1e-6, "tp") + 2 * add_norm(tokens, residual, weight, 1e-6, "tp")
+
+    for backend in [None, *backends]:
+        call = torch.compile(normalised, backend=backend, fullgraph=True) if backend else normalised
+        residual = torch.full_like(tokens, 5.0)
+        torch.testing.assert_close(call(residual), torch.full_like(tokens, 9.0))
+        assert torch.equal(residual, torch.full_like(tokens, 5.0 + world_size)), "replaced"
+    torch.library.opcheck(norm.default, (tokens, weight, 1e-6, "tp"))
+    torch.library.opcheck(add_norm.default, (tokens, residual, weight, 1e-6, "tp"))
+    try:
+        norm(tokens, weight.clone().requires_grad_(), 1e-6, "tp")
+    except cw.UsageError as error:
+        assert "all_reduce_rms_norm has no gradients" in str(error)
+    else:
+        raise AssertionError("gradients would be wrong")
     sizes = torch.compile(lambda x: torch.ops.crossweft.all_reduce(x, "sum", "tp"), backend="aot_eager", dynamic=True)
     for tokens in (3, 5, 9):
         assert torch.equal(sizes(torch.ones(tokens, 2)), torch.full((tokens, 2), float(world_size)))

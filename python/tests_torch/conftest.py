@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,17 +22,16 @@ TIMEOUT = 240.0
 
 
 def in_threads(
-    ranks: int, rank_main: Callable[[cw.Communicator], T], device: Literal["cpu", "cuda"] = "cpu"
+    ranks: int, rank_main: Callable[[cw.Communicator], T], *, device: str = "cpu", timeout: float = TIMEOUT
 ) -> list[T]:
     """Runs ``rank_main`` as every rank of a job, each in a thread; raises the first rank's error."""
-    unique_id = cw.UniqueId(timeout=TIMEOUT)
+    unique_id = cw.UniqueId(timeout=timeout)
     results: list[Any] = [None] * ranks
     errors: list[BaseException | None] = [None] * ranks
 
     def one(rank: int) -> None:
         try:
-            communicator = cw.Communicator(rank, ranks, unique_id, timeout=TIMEOUT, device=device)
-            results[rank] = rank_main(communicator)
+            results[rank] = rank_main(cw.Communicator(rank, ranks, unique_id, device=device, timeout=timeout))
         except BaseException as error:
             errors[rank] = error
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from conftest import in_threads
 
 import crossweft as cw
 from crossweft.torch import AllReduceCommunicator
+from crossweft.torch._rms_norm import normalise
 
 RANKS = 3
 REDUCED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.int64]
@@ -233,3 +236,58 @@ def test_all_reduce_rms_norm(dtype: torch.dtype) -> None:
     results = in_threads(RANKS, rank_main)
     torch.testing.assert_close(results[0], expected.to(dtype))
     assert all(torch.equal(result, results[0]) for result in results), "the same bits on every rank"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("per", ["token", "group", None])
+def test_rms_norm_by_torch_is_that_of_the_fused_call(dtype: torch.dtype, per: Literal["token", "group"] | None) -> None:
+    tokens, hidden = 7, 264
+    weight, residual = (torch.arange(hidden) % 7 / 4).to(dtype), numbers(99, tokens, hidden, dtype=dtype)
+    shapes = {"token": (tokens,), "group": (tokens, 3), None: ()}
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        ours = AllReduceCommunicator(communicator)
+        own = numbers(communicator.rank, tokens, hidden, dtype=dtype)
+        # A token whose values saturate, and one of zeros.
+        own[1] *= 100
+        own[2] = 0
+        made = []
+        for by_torch in (False, True):
+            kept, out = residual.clone(), torch.empty_like(own)
+            kept[2] = 0
+            quantised = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn)
+            scale = 1e-3 if per is None else torch.empty(shapes[per])
+            rest = {"residual": kept, "epsilon": 1e-5, "quantised": quantised, "scale": scale, "per": per or "token"}
+            if by_torch:
+                # What takes the fused call's place where there is none.
+                normalise(ours.all_reduce(own), weight, out, **rest)
+            else:
+                ours.all_reduce_rms_norm(own, weight, out=out, **rest)
+            made.append([kept, out, quantised, torch.as_tensor(scale)])
+        (residuals, *fused), (other, *unfused) = made
+        assert torch.equal(residuals, other)
+        for expected, found in zip(fused, unfused, strict=True):
+            # A last bit of the type, which may be one of f8e4m3; scales follow it.
+            precision = torch.finfo(expected.dtype if expected.shape == (tokens, hidden) else dtype).eps
+            torch.testing.assert_close(found.float(), expected.float(), rtol=2 * precision, atol=1e-6)
+        with pytest.raises(cw.UsageError, match="belong together"):
+            normalise(own, weight, out, **{**rest, "scale": None})
+        with pytest.raises(cw.TensorError, match=r"tensors are \(7, 264\) and \(6, 264\)"):
+            normalise(own, weight, out, **{**rest, "residual": kept[1:]})
+
+    in_threads(RANKS, rank_main)
+
+
+def test_what_is_prepared_is_found() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        ours = AllReduceCommunicator(communicator, max_bytes=1 << 20)
+        operations = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+        ours.prepare((RANKS, 100), torch.float32, operations=operations)
+        tensor = numbers(communicator.rank, RANKS, 100)
+        assert torch.equal(ours.all_reduce(tensor), reduced("sum", RANKS, 100))
+        ours.check()
+        for shape, dtype in [((1 << 20,), torch.float32), ((1,), torch.complex64)]:
+            with pytest.raises(cw.UsageError, match="no tensor of"):
+                ours.prepare(shape, dtype)
+
+    in_threads(RANKS, rank_main)

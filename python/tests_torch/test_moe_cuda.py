@@ -77,7 +77,7 @@ def on(device: Device, layout: moe.Layout, quantise: moe.Quantise | None, staged
                 found += [part.cpu() for part in parts]
         return found
 
-    return in_threads(RANKS, rank_main, device)
+    return in_threads(RANKS, rank_main, device=device)
 
 
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major", "flat", "expert_packed"])
@@ -118,7 +118,7 @@ def test_a_graph_is_replayed_with_other_tokens() -> None:
                 torch.testing.assert_close(combined.float(), tokens.float() * factor, rtol=0.03, atol=0.03)
             communicator.barrier()
 
-    in_threads(RANKS, rank_main, "cuda")
+    in_threads(RANKS, rank_main, device="cuda")
 
 
 def test_tensors_elsewhere_are_refused_and_an_expert_that_is_none_is_told() -> None:
@@ -138,4 +138,4 @@ def test_tensors_elsewhere_are_refused_and_an_expert_that_is_none_is_told() -> N
             with pytest.raises(cw.errors.UsageError, match=f"expert {EXPERTS} "):
                 handle.counts()
 
-    in_threads(RANKS, rank_main, "cuda")
+    in_threads(RANKS, rank_main, device="cuda")

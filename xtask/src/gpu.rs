@@ -14,6 +14,7 @@ const TESTS: &[(&str, &str)] = &[
     ("crossweft-channel", "channels_cuda"),
     ("crossweft-collective", "cuda"),
     ("crossweft-collective", "cuda_norm"),
+    ("crossweft-collective", "cuda_exchange"),
     ("crossweft-collective", "cuda_speed"),
     ("crossweft-moe", "moe_cuda"),
 ];
@@ -138,7 +139,7 @@ step() { # name, seconds it may take, command
     {\"name\": \"$name\", \"outcome\": \"$outcome\", \"seconds\": $((end - begin))}"
 }
 step doctor 60 ./crossweft doctor
-for test in cuda_device channels_cuda interop_cuda cuda cuda_norm moe_cuda; do
+for test in cuda_device channels_cuda interop_cuda cuda cuda_norm cuda_exchange moe_cuda; do
     step "$test" 600 "./$test" --nocapture --test-threads 1
 done
 # Once more with what newer GPUs have; older ones cannot load it.
@@ -156,6 +157,10 @@ if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1
             step "matrix_$ranks$by" 300 ./crossweft matrix --device cuda --pairwise --ranks $ranks --large 256K --timeout 20 $by
         done
     done
+    for call in send-recv all-to-all-v all-gather-v reduce-scatter-v; do
+        step "bench_$call" 120 ./crossweft bench $call --device cuda --threads --ranks 4 --max 4M --buffers private \
+            --timeout 10
+    done
     step custom-kernel-rust 60 ./custom-kernel-rust cuda
     [ -e kernel.ptx ] && step custom-kernel-cuda 60 ./custom-kernel-cuda kernel.ptx
     if [ $# -gt 0 ]; then
@@ -170,6 +175,9 @@ if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1
     fi
     if command -v compute-sanitizer > /dev/null; then
         for tool in memcheck synccheck racecheck; do
+            # Of one rank: a sanitizer runs one kernel at a time.
+            step "sanitizer_${tool}_exchange" 120 compute-sanitizer --error-exitcode 9 --tool $tool \
+                ./cuda_exchange itself --test-threads 1
             step "sanitizer_$tool" 300 compute-sanitizer --error-exitcode 9 --tool $tool ./cuda together --test-threads 1
             # Bulk copies and lines: kernels that wait for nobody.
             step "sanitizer_${tool}_channels" 300 compute-sanitizer --error-exitcode 9 --tool $tool ./channels_cuda alone \

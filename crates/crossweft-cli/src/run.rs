@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, ExitStatus};
 
 use clap::{Args, ValueEnum};
+use crossweft_collective::Devices;
 use rustix::process::Signal;
 
 use crate::complain;
@@ -145,6 +146,11 @@ fn try_run(options: &Options) -> Result<u8, RunError> {
         .set_nonblocking(true)
         .map_err(system("listening for the library"))?;
 
+    // Of a host without a GPU a program's pointers can only be the host's.
+    let device = match Devices::cuda() {
+        Ok(_) => "cuda",
+        Err(_) => "cpu",
+    };
     let ranks = options.ranks.unwrap_or(1);
     let port = free_port().map_err(system("finding a free port"))?;
     let own = std::env::current_exe().map_err(system("finding this command's own file"))?;
@@ -160,7 +166,7 @@ fn try_run(options: &Options) -> Result<u8, RunError> {
             .args(&options.program)
             .env(REPORT, &name);
         if std::env::var_os("CROSSWEFT_DEVICE").is_none() {
-            command.env("CROSSWEFT_DEVICE", "cpu");
+            command.env("CROSSWEFT_DEVICE", device);
         }
         if options.ranks.is_some() {
             for (name, number) in options.variables.of(rank, ranks) {

@@ -69,12 +69,16 @@ fn ranks_are_told_who_they_are_and_users_are_counted() {
     assert!(output.status.success(), "{err}");
     let mut lines: Vec<&str> = out.lines().collect();
     lines.sort_unstable();
+    let device = match crossweft_collective::Devices::cuda() {
+        Ok(_) => "cuda",
+        Err(_) => "cpu",
+    };
     assert_eq!(
         lines,
         [
-            "0 of 3, 0 of 3, cpu, port",
-            "1 of 3, 1 of 3, cpu, port",
-            "2 of 3, 2 of 3, cpu, port"
+            format!("0 of 3, 0 of 3, {device}, port"),
+            format!("1 of 3, 1 of 3, {device}, port"),
+            format!("2 of 3, 2 of 3, {device}, port")
         ]
     );
     assert!(

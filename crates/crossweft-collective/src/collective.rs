@@ -561,6 +561,12 @@ impl PreparedCollective {
         &self.selector
     }
 
+    /// All that it may choose among, each prepared.
+    #[must_use]
+    pub fn plans(&self) -> &[Arc<Prepared>] {
+        &self.prepared
+    }
+
     /// The prepared plan for a message of `bytes` bytes, and how many bytes of it are handled at a time: for
     /// callers who launch it themselves, piece after piece, as on a CUDA stream.
     ///
@@ -581,6 +587,11 @@ impl PreparedCollective {
             )));
         }
         Ok((&self.prepared[index], (choice.piece as usize).max(1)))
+    }
+
+    /// Ends the waits of all launches on a CUDA device, as [`Prepared::end_waits`] does.
+    pub fn end_waits(&self) {
+        self.prepared.iter().for_each(|plan| plan.end_waits());
     }
 
     fn usage(&self, reason: String) -> CollectiveError {

@@ -28,6 +28,14 @@ impl Devices {
         }
     }
 
+    /// One CUDA device, by its number, for every rank that asks: groups of ranks need not begin at the first device.
+    ///
+    /// # Errors
+    /// [`CudaError`] if there is no driver, or no such device.
+    pub fn cuda_device(ordinal: u32) -> Result<Self, CudaError> {
+        Ok(Self::Cuda(vec![cuda::Driver::open()?.device(ordinal)?]))
+    }
+
     /// CUDA devices if there is one for each of `ranks` ranks of this host, else its processors.
     #[must_use]
     pub fn best(ranks: u32) -> Self {

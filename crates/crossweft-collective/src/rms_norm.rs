@@ -265,6 +265,16 @@ impl AllReduceRmsNorm {
             .map_or(Ok(()), PreparedCollective::check)
     }
 
+    /// Ends the waits of all launches on a CUDA device, as [`Prepared::end_waits`] does.
+    pub fn end_waits(&self) {
+        if let Machine::Cuda(norm) = &self.machine {
+            norm.end_waits();
+        }
+        if let Some(all_reduce) = &self.all_reduce {
+            all_reduce.end_waits();
+        }
+    }
+
     /// Reduces, adds, normalises and quantises host memory, on the CPU device. All ranks must call it with as many tokens, and get the same bits if
     /// residuals, weights and scales are the same. Blocks until the output is complete.
     ///

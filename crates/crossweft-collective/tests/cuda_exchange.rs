@@ -276,6 +276,53 @@ fn all_to_all_and_to_oneself_with_rings_that_are_always_full() {
     }
 }
 
+/// One kernel at a time, as sanitizers run them.
+#[test]
+fn a_rank_sends_to_and_reduces_by_itself() {
+    let device = device!();
+    on(&device, (1, 60), |communicator| {
+        for options in [ExchangeOptions::default(), tiny()] {
+            let options = options.reducing(DataType::Bf16);
+            let (stream, arena, exchange) = prepared(communicator, &options)?;
+            for bytes in [0, 2, 34, 998, 3 * LANE + 6] {
+                arena.clear();
+                let sent = [content(1, 0, 0, bytes), content(2, 0, 0, bytes)];
+                let from = [arena.holding(&sent[0], 0)?, arena.holding(&sent[1], 2)?];
+                let to = [arena.place(bytes, 4)?, arena.place(bytes, 2)?];
+                let (reduced, copied) = (arena.place(bytes, 0)?, arena.place(bytes, 6)?);
+                let mut group = exchange.group();
+                for (from, to) in from.iter().zip(&to) {
+                    group
+                        .send_region(0, DataType::U8, from.region())
+                        .recv_region(0, DataType::U8, to.region());
+                }
+                group.run_on(&stream)?;
+                let counts = [bytes as u64 / 2];
+                let (calls, blocks) = (exchange.calls(Some(&stream)), Blocks::packed(&counts));
+                let (input, output) = ((from[0].region(), blocks), reduced.region());
+                calls.reduce_scatter_v(DataType::Bf16, ReduceOp::Max, input, output)?;
+                calls.all_gather_v(DataType::Bf16, from[1].region(), (copied.region(), blocks))?;
+                stream.synchronize(Instant::now() + LIMIT).unwrap();
+                exchange.check()?;
+                assert!(to[0].read()? == sent[0] && to[1].read()? == sent[1]);
+                assert!(copied.read()? == sent[1]);
+                // Of one: what it is, but for NaNs, which all become the same.
+                let halves = |data: &[u8]| -> Vec<u16> {
+                    let pairs = data.chunks_exact(2);
+                    let halves = pairs.map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+                    let one = |half: u16| if half & 0x7fff > 0x7f80 { 0x7fff } else { half };
+                    halves.map(one).collect()
+                };
+                assert!(
+                    halves(&reduced.read()?) == halves(&sent[0]),
+                    "{bytes} bytes"
+                );
+            }
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn many_messages_to_one_peer_arrive_in_order() {
     let device = device!();
@@ -889,8 +936,7 @@ fn what_messages_cost() {
         ] {
             for bytes in [8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20] {
                 let region = |whole: Region| whole.part(0..bytes).unwrap();
-                let calls = |calls: u32| {
-                    let started = Instant::now();
+                let calls_on = |calls: u32| {
                     for _ in 0..calls {
                         let mut group = exchange.group();
                         group
@@ -898,6 +944,11 @@ fn what_messages_cost() {
                             .recv_region(peer, DataType::U8, region(to.region()));
                         group.run_on(&stream)?;
                     }
+                    Ok::<_, CollectiveError>(())
+                };
+                let calls = |calls: u32| {
+                    let started = Instant::now();
+                    calls_on(calls)?;
                     let issued = started.elapsed();
                     stream.synchronize(Instant::now() + LIMIT).unwrap();
                     exchange.check()?;
@@ -907,10 +958,24 @@ fn what_messages_cost() {
                 calls(5)?;
                 communicator.barrier()?;
                 let (issued, each) = calls(20)?;
+                // Without the host in between.
+                let capture = stream.begin_capture().unwrap();
+                calls_on(20)?;
+                let graph = capture.end().unwrap().instantiate().unwrap();
+                let mut in_graph = Duration::MAX;
+                for _ in 0..5 {
+                    communicator.barrier()?;
+                    let started = Instant::now();
+                    // SAFETY: what it uses is kept until it has ended.
+                    unsafe { graph.launch(&stream) }.unwrap();
+                    stream.synchronize(Instant::now() + LIMIT).unwrap();
+                    in_graph = in_graph.min(started.elapsed() / 20);
+                }
+                exchange.check()?;
                 if rank == 0 {
                     let speed = bytes as f64 / each.as_secs_f64() / 1e9;
                     println!(
-                        "{what}, {bytes} bytes each way: {each:?} a call, {speed:.1} GB/s, issued in {issued:?}"
+                        "{what}, {bytes} bytes each way: {each:?} a call, {speed:.1} GB/s, issued in {issued:?}; in a graph {in_graph:?}"
                     );
                 }
             }

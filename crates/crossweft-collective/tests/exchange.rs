@@ -166,6 +166,45 @@ fn messages_to_oneself() {
     .unwrap();
 }
 
+#[test]
+fn messages_and_blocks_in_memory_of_the_device() {
+    job(2, 60, |communicator| {
+        let exchange = usual(communicator)?;
+        let (rank, peer) = (communicator.rank(), 1 - communicator.rank());
+        let memory = communicator.device().allocate(4096)?;
+        memory.write(0, &content(5, rank, 0, 1000))?;
+        let mut group = exchange.group();
+        group
+            .send_memory(peer, DataType::U8, &memory, 0..1000)
+            .recv_memory(peer, DataType::U8, &memory, 1000..2000)
+            .run()?;
+        let mut got = vec![0; 1000];
+        memory.read(1000, &mut got)?;
+        assert_eq!(got, content(5, peer, 0, 1000));
+        // Blocks of 400 and 600 bytes of either input, to places in the other order.
+        let counts = [[400, 600][rank as usize]; 2];
+        let (sent, at) = ([400, 600], [counts[0], 0]);
+        exchange.calls(None).all_to_all_v(
+            DataType::U8,
+            ((&memory, 0..1000), Blocks::packed(&sent)),
+            ((&memory, 2000..4096), Blocks::at(&counts, &at)),
+        )?;
+        let block = if rank == 0 { 0..400 } else { 400..1000 };
+        got.truncate(block.len());
+        for from in 0..2 {
+            memory.read(2000 + at[from as usize], &mut got)?;
+            assert_eq!(got, content(5, from, 0, 1000)[block.clone()]);
+        }
+        let error = exchange
+            .group()
+            .send_memory(peer, DataType::U8, &memory, 4000..5000)
+            .run();
+        assert_words(&error.unwrap_err(), &["bytes 4000..5000 lie outside"]);
+        Ok(())
+    })
+    .unwrap();
+}
+
 // ---- random groups ----
 
 /// A message of a random group, as all ranks know it.

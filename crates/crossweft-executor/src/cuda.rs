@@ -32,7 +32,7 @@ pub(crate) struct CudaLauncher {
     op: ReduceOp,
     /// Threads of a block.
     threads: u32,
-    guard: KernelGuard,
+    guard: Arc<KernelGuard>,
 }
 
 /// Why a plan cannot be launched on a device.
@@ -69,8 +69,7 @@ impl CudaLauncher {
         if operands > MAX_OPERANDS as usize {
             return Err(Unfit::Operands { most: MAX_OPERANDS });
         }
-        let device = context.device().properties()?;
-        let sm = device.compute.0 * 10 + device.compute.1;
+        let sm = context.device().sm()?;
         let incapable = || CudaError::Incapable {
             device: context.ordinal(),
             what: "run plans",
@@ -109,8 +108,13 @@ impl CudaLauncher {
             fused,
             op,
             threads,
-            guard: KernelGuard::new(context)?,
+            guard: Arc::new(KernelGuard::new(context)?),
         })
+    }
+
+    /// What ends its launches' waits.
+    pub(crate) fn guard(&self) -> Arc<KernelGuard> {
+        Arc::clone(&self.guard)
     }
 
     /// Whether it sends lines, which the executor does not.

@@ -260,7 +260,8 @@ impl Prepared {
     ///
     /// # Errors
     /// [`ExecutorError::Usage`] if the size does not fit or the plan is not on a CUDA device;
-    /// [`ExecutorError::Poisoned`], [`ExecutorError::Device`].
+    /// [`ExecutorError::Interrupted`] if an earlier launch is known to have ended badly; [`ExecutorError::Poisoned`],
+    /// [`ExecutorError::Device`].
     ///
     /// # Safety
     /// As for [`launch_on`](Self::launch_on); this must be kept until the launch, and any graph that
@@ -295,6 +296,8 @@ impl Prepared {
         let Machine::Cuda(launcher) = &*machine else {
             return Err(self.usage("it was prepared for the CPU device".to_owned()));
         };
+        // Of an earlier launch, which nobody may have asked about.
+        self.check_launched(launcher)?;
         body(launcher).map_err(|error| self.device(error))
     }
 
@@ -308,15 +311,19 @@ impl Prepared {
             return Ok(());
         };
         match &*machine {
-            Machine::Cuda(launcher) => match launcher.interrupted() {
-                None => Ok(()),
-                Some(interrupted) => {
-                    self.poisoned.store(true, Ordering::Relaxed);
-                    let guard = Guard::new(&self.endpoint, Duration::ZERO).of_call(&self.call);
-                    Err(self.explain(&interrupted, &guard))
-                }
-            },
+            Machine::Cuda(launcher) => self.check_launched(launcher),
             Machine::Cpu { .. } => self.check_whole(),
+        }
+    }
+
+    fn check_launched(&self, launcher: &CudaLauncher) -> Result<(), ExecutorError> {
+        match launcher.interrupted() {
+            None => Ok(()),
+            Some(interrupted) => {
+                self.poisoned.store(true, Ordering::Relaxed);
+                let guard = Guard::new(&self.endpoint, Duration::ZERO).of_call(&self.call);
+                Err(self.explain(&interrupted, &guard))
+            }
         }
     }
 

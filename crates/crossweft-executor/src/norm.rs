@@ -248,6 +248,13 @@ impl TokenNorm {
         one_shot.map_or(Ok(()), |one_shot| one_shot.plan.check())
     }
 
+    /// Ends the waits of all launches that take one launch, as [`Prepared::end_waits`] does.
+    pub fn end_waits(&self) {
+        if let Some(one_shot) = &self.one_shot {
+            one_shot.plan.end_waits();
+        }
+    }
+
     /// Sums, adds, normalises and quantises `count` tokens, in the order of a CUDA stream, which may be recording a graph;
     /// returns at once. `behind` is the all-reduce for messages that are too large for one launch, if there may be such.
     /// What goes wrong on the device shows up in its, or this one's, [`check`](Self::check). Waits there
@@ -501,8 +508,7 @@ fn load(
 }
 
 fn module(context: &Arc<Context>, dtype: DataType) -> Result<Arc<Module>, CudaError> {
-    let device = context.device().properties()?;
-    let sm = device.compute.0 * 10 + device.compute.1;
+    let sm = context.device().sm()?;
     let (Some(module), Some(_)) = (norm_module(sm), entries(dtype)) else {
         return Err(CudaError::Incapable {
             device: context.ordinal(),

@@ -368,8 +368,7 @@ impl OneSided {
 
 impl Launcher {
     fn new(context: &Arc<Context>, limit: Duration) -> Result<Self, CudaError> {
-        let device = context.device().properties()?;
-        let sm = device.compute.0 * 10 + device.compute.1;
+        let sm = context.device().sm()?;
         let Some((module, entry)) = signal_module(sm) else {
             return Err(CudaError::Incapable {
                 device: context.ordinal(),

@@ -98,8 +98,7 @@ impl Scaler {
 }
 
 fn kernel(context: &Arc<Context>, dtype: DataType) -> Result<Kernel, CudaError> {
-    let device = context.device().properties()?;
-    let sm = device.compute.0 * 10 + device.compute.1;
+    let sm = context.device().sm()?;
     let (Some(module), Some(entries)) = (scale_module(sm), entries(dtype)) else {
         return Err(CudaError::Incapable {
             device: context.ordinal(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use crossweft_channel::{CallLine, ChannelError, Endpoint, RegisteredMemory};
+use crossweft_channel::{CallLine, ChannelError, Endpoint, KernelGuard, RegisteredMemory};
 use crossweft_device::program::Program;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
@@ -176,6 +176,8 @@ pub struct Prepared {
     pub(crate) op_names: Vec<Vec<&'static str>>,
     pub(crate) program: Program,
     pub(crate) machine: Turn<Machine>,
+    /// What ends the waits of launches on a GPU, also while one has its turn.
+    guard: Option<Arc<KernelGuard>>,
     pub(crate) call: CallLine,
     pub(crate) poisoned: AtomicBool,
     pub(crate) pre_multiplier: Option<PreMultiplier>,
@@ -282,6 +284,10 @@ impl Prepared {
                 .map(|ops| ops.iter().map(crossweft_plan::Op::name).collect())
                 .collect(),
             program: tables.program(plan, rank, halves, element),
+            guard: match &machine {
+                Machine::Cuda(launcher) => Some(launcher.guard()),
+                Machine::Cpu { .. } => None,
+            },
             machine: Turn::new(machine),
             call,
             poisoned: AtomicBool::new(false),
@@ -305,6 +311,15 @@ impl Prepared {
                 Ok(())
             }
             None => Err(self.usage("it was not prepared to multiply its input".to_owned())),
+        }
+    }
+
+    /// Ends the waits of launches that run on a GPU, within about a millisecond, and those of later ones. Local; for
+    /// whoever has [launched on a stream](Self::launch_on_cuda) and learns that the job has failed. Launches on the CPU
+    /// device find that out by themselves.
+    pub fn end_waits(&self) {
+        if let Some(guard) = &self.guard {
+            guard.abort();
         }
     }
 

@@ -228,6 +228,11 @@ impl Staged {
         self.prepared.check()
     }
 
+    /// Ends the waits of all launches, as [`Prepared::end_waits`] does.
+    pub fn end_waits(&self) {
+        self.prepared.end_waits();
+    }
+
     /// Where this rank's input and output lie in the one buffer of a run in place.
     fn ranges(&self, bytes: u64) -> (Range<usize>, Range<usize>) {
         let (input, output) = self.prepared.in_place_offsets(bytes);

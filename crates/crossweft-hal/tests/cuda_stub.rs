@@ -627,6 +627,13 @@ fn memory_is_exported_and_imported() {
     ];
     assert_eq!(stub.calls(), expected);
     import(ShareHandle::Fabric([1; 64])).unwrap();
+    // Once more without a descriptor, so that it can be exported.
+    stub.calls();
+    stub.set("mapped", 1);
+    let own = memory.again().unwrap();
+    assert_eq!(own.bytes(), memory.bytes());
+    assert_eq!(stub.calls()[0], "cuMemRetainAllocationHandle");
+    own.export_fd().unwrap();
     let error = import(ShareHandle::LegacyIpc([1; 64])).unwrap_err();
     assert!(error.to_string().contains("ForeignMemory"), "{error}");
     stub.fail("cuMemMap", 1);
@@ -929,4 +936,54 @@ fn threads_of_ones_own_may_be_excepted_from_captures() {
     stub.calls();
     driver.relax_capture_of_this_thread().unwrap();
     assert_eq!(stub.calls(), ["cuThreadExchangeStreamCaptureMode"]);
+    // For the time of some calls, and back.
+    let during = driver.aside_from_captures(|| stub.calls()).unwrap();
+    assert_eq!(during, ["cuThreadExchangeStreamCaptureMode"]);
+    assert_eq!(stub.calls(), ["cuThreadExchangeStreamCaptureMode"]);
+}
+
+#[test]
+fn a_thread_is_excepted_from_captures_for_a_while() {
+    let stub = stub!();
+    let driver = stub.driver();
+    stub.calls();
+    let result = driver.aside_from_captures(|| {
+        assert_eq!(stub.calls(), ["cuThreadExchangeStreamCaptureMode"]);
+        5
+    });
+    assert_eq!(result.unwrap(), 5);
+    assert_eq!(stub.calls(), ["cuThreadExchangeStreamCaptureMode"]);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        driver.aside_from_captures(|| panic!("on purpose"))
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(stub.calls(), ["cuThreadExchangeStreamCaptureMode"; 2]);
+    stub.fail("cuThreadExchangeStreamCaptureMode", 1);
+    assert!(driver.aside_from_captures(|| panic!("is not run")).is_err());
+}
+
+#[test]
+fn the_current_device_is_that_of_the_thread_s_context() {
+    let stub = stub!();
+    let context = stub.context();
+    let driver = stub.driver();
+    assert!(driver.current_device().unwrap().is_none());
+    let current = context.with_current(|| driver.current_device()).unwrap();
+    assert_eq!(current.unwrap().unwrap().ordinal(), context.ordinal());
+    stub.fail("cuCtxGetDevice", 999);
+    assert!(driver.current_device().is_err());
+}
+
+#[test]
+fn a_stream_s_capture_has_a_number() {
+    let stub = stub!();
+    let stream = Stream::new(&stub.context()).unwrap();
+    assert_eq!(stream.capture().unwrap(), None);
+    stub.set("capturing", 1);
+    assert_eq!(stream.capture().unwrap(), Some(77));
+    // Spoilt.
+    stub.set("capturing", 2);
+    let error = stream.capture().unwrap_err();
+    assert!(matches!(error, CudaError::Capturing { .. }), "{error}");
+    stub.set("capturing", 0);
 }

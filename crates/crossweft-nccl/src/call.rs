@@ -81,12 +81,47 @@ pub(crate) enum Call {
     Send(u32, Source, u64),
     /// From another rank, or this one; on a stream.
     Receive(u32, Destination, u64),
-    /// Into a window of another rank, or this one; then a signal to it.
+    /// Without a call of the other rank's; on a stream.
+    OneSided(OneSidedCall, u64),
+}
+
+/// One call that needs no other rank's.
+#[derive(Debug)]
+pub(crate) enum OneSidedCall {
+    /// Into a window of another rank, or this one, at an offset; then a signal to it.
     Put(u32, Source, Arc<Window>, u64),
     /// To another rank, or this one.
     Signal(u32),
     /// For so many signals of another rank, or this one.
     Wait(u32, u32),
+}
+
+impl Call {
+    /// The buffers that it reads and writes, those of no bytes too.
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        let two = match self {
+            Self::Collective(call) => match &call.buffers {
+                Buffers::Apart(from, to) => [Some(from.range()), Some(to.range())],
+                Buffers::InPlace(data) => [Some(data.range()), None],
+            },
+            Self::Send(_, data, _) | Self::OneSided(OneSidedCall::Put(_, data, ..), _) => {
+                [Some(data.range()), None]
+            }
+            Self::Receive(_, data, _) => [Some(data.range()), None],
+            Self::OneSided(OneSidedCall::Signal(_) | OneSidedCall::Wait(..), _) => [None, None],
+        };
+        two.into_iter().flatten()
+    }
+
+    /// The stream that it was called on.
+    pub(crate) fn stream(&self) -> u64 {
+        match self {
+            Self::Collective(call) => call.stream,
+            Self::Send(_, _, stream) | Self::Receive(_, _, stream) | Self::OneSided(_, stream) => {
+                *stream
+            }
+        }
+    }
 }
 
 /// One collective call on one rank.
@@ -100,7 +135,7 @@ pub(crate) struct CollectiveCall {
     pub(crate) buffers: Buffers,
     /// The windows that both buffers lie in, if they do: then nothing need be copied.
     pub(crate) zone: Option<Zone>,
-    /// Only of account to another library.
+    /// Of account on a GPU, and to another library.
     pub(crate) stream: u64,
 }
 

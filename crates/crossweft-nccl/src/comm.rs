@@ -18,8 +18,10 @@ use crate::call::{Call, Reduction, reduce_op};
 use crate::config::Config;
 use crate::delegate::{self, Delegate};
 use crate::derive::Derived;
+use crate::devices::{self, Place};
 use crate::engine::Engine;
 use crate::failure;
+use crate::lane::Watch;
 use crate::notes::Notes;
 use crate::pointer::{Address, Factor};
 use crate::settings;
@@ -30,9 +32,10 @@ use crate::table;
 #[derive(Debug)]
 pub(crate) struct Comm {
     config: Config,
-    /// The device number that the program gave.
-    device: Option<i32>,
+    place: Place,
     timeout: Duration,
+    /// Whether buffers are looked at first, on a GPU.
+    checks_pointers: bool,
     /// Ends joining.
     cancel: Cancel,
     /// Set when all ranks have come.
@@ -41,6 +44,8 @@ pub(crate) struct Comm {
     communicator: OnceLock<Communicator>,
     /// Set with it.
     notes: OnceLock<Arc<Notes>>,
+    /// Set with it, on a GPU.
+    watch: OnceLock<Arc<Watch>>,
     state: Mutex<State>,
     /// Set when everything is ready.
     engine: Mutex<Option<Engine>>,
@@ -107,16 +112,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Comm {
     /// One that is still to be joined.
-    pub(crate) fn new(config: Config, device: Option<i32>) -> Result<Arc<Self>, Error> {
-        settings::check_device()?;
+    pub(crate) fn new(config: Config, place: Place) -> Result<Arc<Self>, Error> {
         Ok(Arc::new(Self {
             config,
-            device,
+            place,
             timeout: settings::timeout()?,
+            checks_pointers: settings::checks_pointers(),
             cancel: Cancel::new()?,
             group: OnceLock::new(),
             communicator: OnceLock::new(),
             notes: OnceLock::new(),
+            watch: OnceLock::new(),
             state: Mutex::new(State {
                 busy: true,
                 phase: Phase::Idle,
@@ -130,6 +136,15 @@ impl Comm {
             making: Mutex::default(),
             delegated: Arc::default(),
         }))
+    }
+
+    /// What it computes on.
+    pub(crate) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    pub(crate) fn is_on_gpu(&self) -> bool {
+        matches!(self.place.device, Device::Cuda(_))
     }
 
     pub(crate) fn config(&self) -> &Config {
@@ -175,7 +190,7 @@ impl Comm {
             // Whoever cancelled may not have seen the group yet.
             group.abort(reason);
         }
-        let communicator = Communicator::on(Device::Cpu, group, options)?;
+        let communicator = Communicator::on(self.place.device.clone(), group, options)?;
         let deadline = std::time::Instant::now() + self.timeout;
         let (endpoint, what) = (communicator.endpoint(), "initialising the communicator");
         let plan = self.delegation();
@@ -190,6 +205,9 @@ impl Comm {
             plan.map(|plan| Delegate::new(&communicator, plan, Arc::clone(&self.delegated)));
         let notes = Notes::new(&communicator);
         let engine = Engine::new(&communicator, Arc::clone(&notes), delegate.transpose()?)?;
+        if let Some(watch) = engine.watch() {
+            let _ = self.watch.set(watch);
+        }
         *lock(&self.engine) = Some(engine);
         let _ = self.notes.set(notes);
         settings::report();
@@ -235,11 +253,12 @@ impl Comm {
         Ok(self.communicator()?.world_size())
     }
 
-    /// The device number that the program gave, or else this rank's number on its host.
+    /// The GPU's number. On the host what the program gave, or else this rank's number there.
     pub(crate) fn device(&self) -> Result<i32, Error> {
-        match self.device {
-            Some(device) => Ok(device),
-            None => {
+        match (&self.place.device, self.place.number) {
+            (Device::Cuda(context), _) => Ok(i32::try_from(context.ordinal()).unwrap_or(i32::MAX)),
+            (_, Some(number)) => Ok(number),
+            (_, None) => {
                 let local = self.communicator()?.endpoint().group().local_rank();
                 Ok(i32::try_from(local).unwrap_or(i32::MAX))
             }
@@ -255,6 +274,8 @@ impl Comm {
     /// Whether calls may be made once it is no longer busy.
     fn ready(&self) -> Result<(), Error> {
         match self.phase() {
+            // A launch would not tell.
+            Phase::Idle if self.is_on_gpu() => self.lost().map_or(Ok(()), Err),
             Phase::Idle => Ok(()),
             Phase::Failed(error) => Err(error),
             Phase::Revoked => Err(Error::usage(
@@ -295,8 +316,14 @@ impl Comm {
 
     /// What went wrong without a call of this rank's, if anything did.
     fn lost(&self) -> Option<Error> {
-        let failure = self.group.get()?.liveness().failure()?;
-        Some(Error::of_failure(&failure))
+        let failure = self.group.get()?.liveness().failure();
+        let lost = failure.map(|failure| Error::of_failure(&failure));
+        // What this rank found out on a GPU, the others have heard of as well, in fewer words.
+        let own = || self.watch.get()?.failure();
+        match &lost {
+            Some(error) if error.status != Status::RemoteError => lost,
+            _ => own().or(lost),
+        }
     }
 
     /// `ncclCommGetAsyncError`.
@@ -369,14 +396,48 @@ impl Comm {
 
     /// Runs calls one after the other. Blocks; the first that fails is the last.
     pub(crate) fn run(&self, calls: Vec<Call>) -> Result<(), Error> {
+        match self.is_on_gpu() {
+            false => self.step(|engine| engine.run(calls)),
+            true => self.prepare(&calls).and_then(|()| self.launch(calls)),
+        }
+    }
+
+    /// Does something that all ranks do; whatever goes wrong ends the communicator.
+    fn step(&self, act: impl FnOnce(&mut Engine) -> Result<(), Error>) -> Result<(), Error> {
         self.notes.get().into_iter().for_each(|notes| notes.go_on());
-        let result = failure::guarded(|| self.with_engine(|engine| engine.run(calls))?);
+        let result = failure::guarded(|| self.with_engine(act)?);
         if let Err(error) = &result {
             // Whatever it was, ranks are no longer in step.
             self.settle(Phase::Failed(error.clone()));
             self.tell(error);
         }
         result
+    }
+
+    /// Refuses buffers that the device does not reach, where the program wants to hear that first.
+    pub(crate) fn check(&self, call: &Call) -> Result<(), Error> {
+        match self.checks_pointers {
+            true => call
+                .ranges()
+                .try_for_each(|range| devices::check_buffer(&self.place.device, &range)),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether calls can be launched on a GPU without waiting for the other ranks on the host.
+    pub(crate) fn is_prepared(&self, calls: &[Call]) -> bool {
+        self.with_engine(|engine| engine.is_prepared(calls))
+            .unwrap_or(true)
+    }
+
+    /// Prepares calls that are to be launched on a GPU. Collective; blocks.
+    pub(crate) fn prepare(&self, calls: &[Call]) -> Result<(), Error> {
+        self.step(|engine| engine.prepare_all(calls))
+    }
+
+    /// Launches calls that were prepared on their streams. Returns at once.
+    pub(crate) fn launch(&self, calls: Vec<Call>) -> Result<(), Error> {
+        self.step(|engine| engine.launch(calls))
     }
 
     /// Ends the other ranks' waits if what went wrong here is nothing that they find out by themselves.
@@ -461,13 +522,23 @@ impl Comm {
         Ok(())
     }
 
-    /// `ncclCommFinalize`.
-    pub(crate) fn finalize(&self) {
+    /// `ncclCommFinalize`. Blocks until what runs on a GPU has ended.
+    pub(crate) fn finalize(&self) -> Result<(), Error> {
+        self.settle_work()?;
         self.leave_delegate();
         if let Some(group) = self.group.get() {
             group.leave();
         }
         self.settle(Phase::Finalized);
+        Ok(())
+    }
+
+    /// Blocks until what was launched on a GPU has ended, at most for as long as calls may take.
+    fn settle_work(&self) -> Result<(), Error> {
+        match &*lock(&self.engine) {
+            Some(engine) => engine.settle(),
+            None => Ok(()),
+        }
     }
 
     /// A number for an operation that multiplies by `factor` before a sum.
@@ -527,7 +598,7 @@ impl Comm {
     /// `ncclCommSuspend`.
     pub(crate) fn suspend(&self) -> Result<(), Error> {
         self.ready()?;
-        self.with_engine(Engine::clear)?;
+        self.with_engine(Engine::clear)??;
         self.settle(Phase::Suspended);
         Ok(())
     }
@@ -543,7 +614,7 @@ impl Comm {
         }
     }
 
-    /// `ncclCommMemStats`: on host memory, of what the communicator has allocated there.
+    /// `ncclCommMemStats`, of what the communicator has allocated where it computes.
     pub(crate) fn memory(&self, stat: i32) -> Result<u64, Error> {
         self.communicator()?;
         match stat {
@@ -571,6 +642,11 @@ impl Comm {
     /// Leaves the other ranks in good order. What was called has ended by then.
     pub(crate) fn leave(&self) {
         self.wait();
+        if let Err(error) = self.settle_work() {
+            // Nobody else asks any more; what still runs is ended with the engine.
+            self.note(&error);
+            self.tell(&error);
+        }
         self.leave_delegate();
         if let Some(group) = self.group.get() {
             group.leave();

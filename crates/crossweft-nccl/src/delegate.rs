@@ -13,6 +13,7 @@ use crossweft_collective::{Collective, Communicator, DataType, ReduceOp};
 
 use crate::call::{Buffers, CollectiveCall, Reduction, data_type, reduce_op};
 use crate::library::{Arguments, Handle, Library, Returned};
+use crate::pointer::Destination;
 use crate::settings;
 use crate::status::{Error, Status};
 
@@ -148,21 +149,23 @@ pub(crate) struct Message {
 }
 
 impl Message {
-    pub(crate) fn send(peer: u32, data: &[u8], stream: u64) -> Self {
+    /// From an address on.
+    pub(crate) fn send(peer: u32, address: u64, bytes: usize, stream: u64) -> Self {
+        let sends = true;
         Self {
-            sends: true,
+            sends,
             peer,
-            address: data.as_ptr().expose_provenance() as u64,
-            bytes: data.len(),
+            address,
+            bytes,
             stream,
         }
     }
 
-    pub(crate) fn receive(peer: u32, data: &mut [u8], stream: u64) -> Self {
+    pub(crate) fn receive(peer: u32, data: &Destination, stream: u64) -> Self {
         Self {
             sends: false,
             peer,
-            address: data.as_mut_ptr().expose_provenance() as u64,
+            address: data.range().start,
             bytes: data.len(),
             stream,
         }

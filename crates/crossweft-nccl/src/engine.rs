@@ -5,24 +5,32 @@
 //! prepared for; sizes double, so that happens a few times at most. Preparing is collective. All ranks make
 //! the same calls, so they come to it together. The rest is prepared with the communicator, for no call of it is
 //! made by all ranks.
+//!
+//! On the host a call is run when it has been prepared, on the calling thread. On a GPU all calls of a group are prepared
+//! first, and then launched on their streams.
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crossweft_collective::{
     Collective, CollectiveError, CollectiveOptions, Communicator, DataType, Exchange,
     ExchangeOptions, OneSided, PreparedCollective, ReduceOp, Request, Scalar, Selector,
 };
 
-use crate::call::{Buffers, Call, CollectiveCall, Reduction};
+use crate::call::{Buffers, Call, CollectiveCall, OneSidedCall, Reduction};
 use crate::delegate::{Delegate, Message};
+use crate::lane::{Lane, Watch};
 use crate::notes::Notes;
-use crate::pointer::{Destination, Source};
+use crate::pointer::{Destination, Factor, Source};
 use crate::status::Error;
 use crate::window::{Window, Zone};
 
 /// What small calls are prepared for: growing from there costs less than preparing often.
 const LEAST: u64 = 64 << 10;
+
+/// How long launches that were told to end may take before what they use is left to them for good.
+const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// What a call needs to have been prepared: what to compute, whether inputs are multiplied first, and the windows
 /// that buffers lie in.
@@ -33,11 +41,69 @@ type Key = (Collective, DataType, ReduceOp, bool, Option<(u64, u64)>);
 pub(crate) struct Engine {
     communicator: Communicator,
     notes: Arc<Notes>,
+    messaging: Arc<Messaging>,
+    delegate: Option<Delegate>,
+    prepared: HashMap<Key, Ready>,
+    /// What was recorded into graphs, which may run for as long as the communicator is there, and was then replaced.
+    kept: Vec<PreparedCollective>,
+    /// On a GPU.
+    lane: Option<Lane>,
+}
+
+/// What sends, receives, puts and signals run on.
+#[derive(Debug)]
+pub(crate) struct Messaging {
     exchange: Exchange,
     one_sided: OneSided,
-    delegate: Option<Delegate>,
-    /// With the largest message of each.
-    prepared: HashMap<Key, (u64, PreparedCollective)>,
+}
+
+impl Messaging {
+    /// Whether everything on a GPU that has ended, ended well.
+    pub(crate) fn check(&self) -> Result<(), CollectiveError> {
+        self.exchange.check()?;
+        Ok(self.one_sided.check()?)
+    }
+
+    /// Ends all waits on a GPU, and later ones.
+    pub(crate) fn end_waits(&self) {
+        self.exchange.end_waits();
+        self.one_sided.end_waits();
+    }
+}
+
+/// What is no collective of a group.
+#[derive(Debug, Default)]
+struct Others {
+    sends: Vec<(u32, Source, u64)>,
+    receives: Vec<(u32, Destination, u64)>,
+    one_sided: Vec<(OneSidedCall, u64)>,
+}
+
+impl Others {
+    /// Keeps what is no collective.
+    fn sort(&mut self, call: Call) -> Option<CollectiveCall> {
+        match call {
+            Call::Collective(call) => return Some(call),
+            Call::Send(peer, data, stream) => self.sends.push((peer, data, stream)),
+            Call::Receive(peer, data, stream) => self.receives.push((peer, data, stream)),
+            Call::OneSided(call, stream) => self.one_sided.push((call, stream)),
+        }
+        None
+    }
+
+    fn has_messages(&self) -> bool {
+        !self.sends.is_empty() || !self.receives.is_empty()
+    }
+}
+
+/// A collective that is prepared.
+#[derive(Debug)]
+struct Ready {
+    /// The largest message.
+    capacity: u64,
+    call: PreparedCollective,
+    /// Whether it was recorded into a graph.
+    recorded: bool,
 }
 
 impl Engine {
@@ -46,36 +112,196 @@ impl Engine {
         communicator: &Communicator,
         notes: Arc<Notes>,
         delegate: Option<Delegate>,
-    ) -> Result<Self, CollectiveError> {
+    ) -> Result<Self, Error> {
+        let messaging = Arc::new(Messaging {
+            exchange: communicator.exchange(&ExchangeOptions::default())?,
+            one_sided: communicator.one_sided()?,
+        });
+        let lane = Lane::new(communicator, &messaging);
+        let (endpoint, what) = (communicator.endpoint(), "initialising the communicator");
+        let deadline = Instant::now() + communicator.timeout();
+        let lane = endpoint.settle(lane, what, deadline, Error::from)?;
         Ok(Self {
             communicator: communicator.clone(),
             notes,
             delegate,
-            exchange: communicator.exchange(&ExchangeOptions::default())?,
-            one_sided: communicator.one_sided()?,
+            messaging,
             prepared: HashMap::new(),
+            kept: Vec::new(),
+            lane,
         })
+    }
+
+    /// Who looks after launches on a GPU.
+    pub(crate) fn watch(&self) -> Option<Arc<Watch>> {
+        self.lane.as_ref().map(Lane::watch)
+    }
+
+    /// Whether calls can be launched as they are, on a GPU, without waiting for the other ranks on the host.
+    pub(crate) fn is_prepared(&self, calls: &[Call]) -> bool {
+        calls.iter().all(|call| match call {
+            Call::Collective(call) => {
+                self.is_delegated(call) || self.ready(&key(call), call.bytes).is_some()
+            }
+            _ => true,
+        })
+    }
+
+    fn is_delegated(&self, call: &CollectiveCall) -> bool {
+        let delegate = self.delegate.as_ref();
+        delegate.is_some_and(|delegate| delegate.rule(call.collective, call.bytes).is_some())
+    }
+
+    /// Prepares calls that are to be launched on a GPU. Collective; blocks.
+    pub(crate) fn prepare_all(&mut self, calls: &[Call]) -> Result<(), Error> {
+        for call in calls {
+            if let Call::Collective(call) = call
+                && !self.is_delegated(call)
+            {
+                self.prepare(call)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Launches calls that were prepared on their streams: collectives in their order, then all sends and receives together,
+    /// then what is one-sided, in its order. Returns at once.
+    pub(crate) fn launch(&mut self, calls: Vec<Call>) -> Result<(), Error> {
+        let mut others = Others::default();
+        for call in calls {
+            if let Some(call) = others.sort(call) {
+                self.launch_one(&call)?;
+            }
+        }
+        if others.has_messages() {
+            self.launch_messages(&others.sends, &others.receives)?;
+        }
+        let (lane, one_sided) = (self.lane.as_mut(), &self.messaging.one_sided);
+        let Some(lane) = lane.filter(|_| !others.one_sided.is_empty()) else {
+            return Ok(());
+        };
+        for (call, stream) in &others.one_sided {
+            lane.in_order(&[*stream], |stream| {
+                let done = match call {
+                    OneSidedCall::Put(peer, data, window, offset) => {
+                        let memory = window.memory()?.registered();
+                        let at = window.offset() + offset;
+                        let put = one_sided.put_on(stream, &memory, *peer, at, data.region());
+                        put.and_then(|()| one_sided.signal_on(stream, *peer))
+                    }
+                    OneSidedCall::Signal(peer) => one_sided.signal_on(stream, *peer),
+                    OneSidedCall::Wait(peer, count) => one_sided.wait_on(stream, *peer, *count),
+                };
+                Ok(done.map_err(CollectiveError::from)?)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// All sends and receives of a group, on a GPU. What is sent from where something is received is copied first.
+    fn launch_messages(
+        &mut self,
+        sends: &[(u32, Source, u64)],
+        receives: &[(u32, Destination, u64)],
+    ) -> Result<(), Error> {
+        are_apart(receives)?;
+        let Some(lane) = &mut self.lane else {
+            return Err(Error::internal("messages are launched on the host"));
+        };
+        let delegate = self.delegate.as_ref();
+        let rule = |bytes: usize| delegate?.rule(Collective::SendRecv, bytes as u64);
+        let mut delegated = Vec::new();
+        let mut streams = Vec::new();
+        let mut group = self.messaging.exchange.group();
+        let meets = |data: &Source| receives.iter().any(|(_, to, _)| to.overlaps(data));
+        let overwritten = sends.iter().map(|(_, data, _)| data);
+        let copies = lane.copies(overwritten.filter(|data| meets(data)))?;
+        let mut copied = copies.regions();
+        for (peer, data, stream) in sends {
+            let copy = if meets(data) { copied.next() } else { None };
+            match rule(data.len()) {
+                Some(rule) => {
+                    let from = data.range().start;
+                    delegated.push((rule, Message::send(*peer, from, data.len(), *stream)));
+                }
+                None => {
+                    streams.push(*stream);
+                    let region = copy.unwrap_or_else(|| data.region());
+                    group.send_region(*peer, DataType::U8, region);
+                }
+            }
+        }
+        for (peer, data, stream) in receives {
+            match rule(data.len()) {
+                Some(rule) => delegated.push((rule, Message::receive(*peer, data, *stream))),
+                None => {
+                    group.recv_region(*peer, DataType::U8, data.region());
+                    streams.push(*stream);
+                }
+            }
+        }
+        streams.dedup();
+        if !streams.is_empty() {
+            let recorded = lane.in_order(&streams, |stream| {
+                copies.make(stream)?;
+                Ok(group.run_on(stream)?)
+            })?;
+            lane.made(&copies, recorded);
+        }
+        match &mut self.delegate {
+            Some(delegate) if !delegated.is_empty() => delegate.messages(&delegated),
+            _ => Ok(()),
+        }
+    }
+
+    fn launch_one(&mut self, call: &CollectiveCall) -> Result<(), Error> {
+        if let Some(delegate) = &mut self.delegate
+            && let Some(rule) = delegate.rule(call.collective, call.bytes)
+        {
+            if matches!(call.reduction, Reduction::PreMultiplied(Factor::Later(_))) {
+                return Err(Error::unsupported(
+                    "delegating a sum that is multiplied by a scalar in device memory",
+                    "make the operation with ncclScalarHostImmediate, or take the rule out of CROSSWEFT_NCCL_DELEGATE",
+                ));
+            }
+            return delegate.collective(rule, call);
+        }
+        let ready = self.prepared.get_mut(&key(call));
+        let (Some(ready), Some(lane)) = (ready, &mut self.lane) else {
+            return Err(Error::internal(
+                "a call is to be launched that is not prepared",
+            ));
+        };
+        if let Reduction::PreMultiplied(factor) = call.reduction {
+            ready.call.set_scalar(factor.scalar_on_device())?;
+        }
+        ready.recorded |= lane.launch(&ready.call, call)?;
+        Ok(())
+    }
+
+    /// Blocks until everything that was launched has ended, at most for as long as calls may take.
+    pub(crate) fn settle(&self) -> Result<(), Error> {
+        let deadline = Instant::now() + self.communicator.timeout();
+        self.lane
+            .as_ref()
+            .map_or(Ok(()), |lane| lane.settle(deadline))
     }
 
     /// Runs calls that belong together; blocks until this rank's part is done. Collectives come first, in their order, then
     /// all sends and receives together, then what is one-sided, in its order: whatever the order in which ranks
     /// have listed them, they do not wait for each other in a circle.
     pub(crate) fn run(&mut self, calls: Vec<Call>) -> Result<(), Error> {
-        let (mut sends, mut receives, mut one_sided) = (Vec::new(), Vec::new(), Vec::new());
+        let mut others = Others::default();
         for call in calls {
-            match call {
-                Call::Collective(call) => self.collective(call)?,
-                Call::Send(peer, data, stream) => sends.push((peer, data, stream)),
-                Call::Receive(peer, data, stream) => receives.push((peer, data, stream)),
-                call @ (Call::Put(..) | Call::Signal(_) | Call::Wait(..)) => one_sided.push(call),
+            if let Some(call) = others.sort(call) {
+                self.collective(call)?;
             }
         }
-        if !sends.is_empty() || !receives.is_empty() {
-            self.messages(&sends, receives)?;
+        if others.has_messages() {
+            self.messages(&others.sends, others.receives)?;
         }
-        one_sided
-            .into_iter()
-            .try_for_each(|call| self.one_sided(call))
+        let mut one_sided = others.one_sided.into_iter();
+        one_sided.try_for_each(|(call, _)| self.one_sided(call))
     }
 
     fn collective(&mut self, call: CollectiveCall) -> Result<(), Error> {
@@ -85,7 +311,8 @@ impl Engine {
         {
             return notes.delegated(call.bytes, || delegate.collective(rule, &call));
         }
-        let prepared = self.prepare(&call)?;
+        self.prepare(&call)?;
+        let prepared = &self.prepared[&key(&call)].call;
         if let Reduction::PreMultiplied(factor) = call.reduction {
             prepared.set_scalar(Scalar::from_bits(factor.bits(call.dtype.size())))?;
         }
@@ -102,31 +329,55 @@ impl Engine {
         Ok(())
     }
 
-    fn prepare(&mut self, call: &CollectiveCall) -> Result<&PreparedCollective, Error> {
+    /// Collective if it is not prepared yet.
+    fn prepare(&mut self, call: &CollectiveCall) -> Result<(), Error> {
         let key = key(call);
-        if self.ready(&key, call.bytes).is_none() {
-            // First, so that the memory of both is not there at once.
-            self.prepared.remove(&key);
-            let options = options(call)?;
-            let capacity = options.max_bytes;
+        if self.ready(&key, call.bytes).is_some() {
+            return Ok(());
+        }
+        // What runs on a GPU may wait for other ranks' launches, and those for what allocates here. All ranks do so before
+        // any goes on.
+        self.settle()?;
+        // First, so that the memory of both is not there at once.
+        let before = self.prepared.remove(&key);
+        let options = options(call)?;
+        let capacity = options.max_bytes;
+        let prepare = || {
+            let before = before.and_then(|before| before.recorded.then_some(before.call));
             let prepared = self.notes.preparing(call.bytes, || {
                 self.communicator.collective(call.collective, options)
             })?;
-            self.prepared.insert(key, (capacity, prepared));
+            Ok((before, prepared))
+        };
+        let (before, prepared) = match &self.lane {
+            None => prepare()?,
+            Some(lane) => lane.relaxed(prepare)?,
+        };
+        self.kept.extend(before);
+        if let Some(lane) = &self.lane {
+            lane.add(&prepared);
         }
-        Ok(&self.prepared[&key].1)
+        let recorded = false;
+        self.prepared.insert(
+            key,
+            Ready {
+                capacity,
+                call: prepared,
+                recorded,
+            },
+        );
+        Ok(())
     }
 
     /// What is prepared already, and large enough.
     fn ready(&self, key: &Key, bytes: u64) -> Option<&PreparedCollective> {
-        let (capacity, prepared) = self.prepared.get(key)?;
-        (*capacity >= bytes).then_some(prepared)
+        let ready = self.prepared.get(key)?;
+        (ready.capacity >= bytes).then_some(&ready.call)
     }
 
     /// What the call would take. Local.
     pub(crate) fn selector(&self, call: &CollectiveCall) -> Result<Selector, Error> {
-        let delegate = self.delegate.as_ref();
-        if delegate.is_some_and(|delegate| delegate.rule(call.collective, call.bytes).is_some()) {
+        if self.is_delegated(call) {
             return Err(Error::unsupported(
                 "the time of a call that is delegated",
                 "ask the other library, or take its rule out of CROSSWEFT_NCCL_DELEGATE",
@@ -149,14 +400,7 @@ impl Engine {
         sends: &[(u32, Source, u64)],
         receives: Vec<(u32, Destination, u64)>,
     ) -> Result<(), Error> {
-        let mut ranges: Vec<_> = receives.iter().map(|(_, to, _)| to.range()).collect();
-        ranges.retain(|range| !range.is_empty());
-        ranges.sort_unstable_by_key(|range| range.start);
-        if !ranges.is_sorted_by(|before, after| before.end <= after.start) {
-            return Err(Error::argument(
-                "two receives of a group share bytes: give each a buffer of its own",
-            ));
-        }
+        are_apart(&receives)?;
         let copies: Vec<Option<Vec<u8>>> = sends
             .iter()
             .map(|(_, data, _)| {
@@ -173,14 +417,17 @@ impl Engine {
             .chain(receives.iter().map(|(peer, ..)| *peer))
             .collect();
         let mut delegated = Vec::new();
-        let mut group = self.exchange.group();
+        let mut group = self.messaging.exchange.group();
         for ((peer, data, stream), copy) in sends.iter().zip(&copies) {
             let data = copy.as_deref().unwrap_or(data.as_slice());
             match rule(data.len()) {
                 None => {
                     group.send(*peer, data);
                 }
-                Some(rule) => delegated.push((rule, Message::send(*peer, data, *stream))),
+                Some(rule) => {
+                    let from = data.as_ptr().expose_provenance() as u64;
+                    delegated.push((rule, Message::send(*peer, from, data.len(), *stream)));
+                }
             }
         }
         let (theirs, mut ours): (Vec<_>, Vec<_>) = receives
@@ -189,9 +436,9 @@ impl Engine {
         for (peer, data, _) in &mut ours {
             group.recv(*peer, data.as_slice_mut());
         }
-        for (peer, mut data, stream) in theirs {
+        for (peer, data, stream) in theirs {
             if let Some(rule) = rule(data.len()) {
-                delegated.push((rule, Message::receive(peer, data.as_slice_mut(), stream)));
+                delegated.push((rule, Message::receive(peer, &data, stream)));
             }
         }
         // All ranks do so, and none of these waits for one of the others.
@@ -209,20 +456,20 @@ impl Engine {
         }
     }
 
-    fn one_sided(&self, call: Call) -> Result<(), Error> {
+    fn one_sided(&self, call: OneSidedCall) -> Result<(), Error> {
+        let one_sided = &self.messaging.one_sided;
         match call {
-            Call::Put(peer, data, window, offset) => {
+            OneSidedCall::Put(peer, data, window, offset) => {
                 let memory = window.memory()?.registered();
                 let at = window.offset() + offset;
-                let put = self.one_sided.put(&memory, peer, at, data.as_slice());
-                put.and_then(|()| self.one_sided.signal(peer))
+                let put = one_sided.put(&memory, peer, at, data.as_slice());
+                put.and_then(|()| one_sided.signal(peer))
             }
-            Call::Signal(peer) => self.one_sided.signal(peer),
-            Call::Wait(peer, count) => {
-                let wait = || self.one_sided.wait(peer, count);
+            OneSidedCall::Signal(peer) => one_sided.signal(peer),
+            OneSidedCall::Wait(peer, count) => {
+                let wait = || one_sided.wait(peer, count);
                 self.notes.waiting_for(vec![peer], wait)
             }
-            Call::Collective(_) | Call::Send(..) | Call::Receive(..) => Ok(()),
         }
         .map_err(|error| CollectiveError::from(error).into())
     }
@@ -238,26 +485,89 @@ impl Engine {
 
     /// Bytes of memory that can be given back, beside small tables.
     pub(crate) fn scratch_bytes(&self) -> u64 {
-        let all = self.prepared.values();
-        all.map(|(_, prepared)| prepared.scratch_bytes()).sum()
+        let prepared = self.prepared.values().map(|ready| &ready.call);
+        let all = prepared.chain(&self.kept);
+        all.map(PreparedCollective::scratch_bytes).sum()
     }
 
     /// Bytes of memory that are there as long as the communicator.
     pub(crate) fn lasting_bytes(&self) -> u64 {
-        self.exchange.ring_bytes()
+        self.messaging.exchange.ring_bytes()
     }
 
-    /// A window goes: so does what was prepared for it.
-    pub(crate) fn forget(&mut self, window: &Window) {
+    /// A window goes: so does what was prepared for it. Blocks until what runs has ended.
+    pub(crate) fn forget(&mut self, window: &Window) -> Result<(), Error> {
         let number = window.number();
         let has = |windows: &(u64, u64)| windows.0 == number || windows.1 == number;
-        self.prepared
-            .retain(|key, _| !key.4.as_ref().is_some_and(has));
+        self.discard(|key| key.4.as_ref().is_some_and(has))
     }
 
-    /// Gives memory back. What is called next is prepared anew.
-    pub(crate) fn clear(&mut self) {
-        self.prepared.clear();
+    /// Gives memory back. What is called next is prepared anew. Blocks until what runs has ended.
+    pub(crate) fn clear(&mut self) -> Result<(), Error> {
+        self.discard(|_| true)
+    }
+
+    /// Gives back the memory of what was prepared for some calls, unless graphs have it.
+    fn discard(&mut self, goes: impl Fn(&Key) -> bool) -> Result<(), Error> {
+        self.settle()?;
+        let keys: Vec<Key> = self
+            .prepared
+            .keys()
+            .filter(|key| goes(key))
+            .copied()
+            .collect();
+        let gone = keys.iter().filter_map(|key| self.prepared.remove(key));
+        let (recorded, gone): (Vec<_>, Vec<_>) = gone.partition(|ready| ready.recorded);
+        self.kept
+            .extend(recorded.into_iter().map(|ready| ready.call));
+        let discard = || {
+            drop(gone);
+            Ok(())
+        };
+        match &self.lane {
+            None => discard(),
+            Some(lane) => lane.relaxed(discard),
+        }
+    }
+}
+
+impl Drop for Engine {
+    /// Ends what still runs on a GPU, which uses what is dropped.
+    fn drop(&mut self) {
+        let Some(lane) = &mut self.lane else {
+            return;
+        };
+        let prepared = (
+            std::mem::take(&mut self.prepared),
+            std::mem::take(&mut self.kept),
+            lane.take_room(),
+        );
+        let ended = lane.settle(Instant::now());
+        let ended = ended.or_else(|_| lane.end(Instant::now() + END_LIMIT));
+        match ended {
+            Ok(()) => {
+                let discard = || {
+                    drop(prepared);
+                    Ok(())
+                };
+                // Where the driver does not allow for that it is of no use any more.
+                let _ = lane.relaxed(discard);
+            }
+            Err(_) => std::mem::forget((prepared, Arc::clone(&self.messaging))),
+        }
+    }
+}
+
+/// Refuses what is received in two places at once, which would be neither.
+fn are_apart(receives: &[(u32, Destination, u64)]) -> Result<(), Error> {
+    let mut ranges: Vec<_> = receives.iter().map(|(_, to, _)| to.range()).collect();
+    ranges.retain(|range| !range.is_empty());
+    ranges.sort_unstable_by_key(|range| range.start);
+    match ranges.is_sorted_by(|before, after| before.end <= after.start) {
+        true => Ok(()),
+        false => Err(Error::argument(
+            "two receives of a group share bytes: give each a buffer of its own",
+        )),
     }
 }
 

@@ -2,6 +2,9 @@
 //!
 //! Each thread gathers its own. At the end every communicator's calls run on a thread of their own, so that one
 //! thread can drive several ranks that wait for each other. Communicators that do not block go on by themselves.
+//!
+//! On GPUs only what must be prepared first does so on threads. Launches wait for nobody, and are made by the thread whose
+//! streams they are on.
 
 use std::cell::RefCell;
 use std::sync::{Arc, OnceLock};
@@ -210,6 +213,7 @@ pub(crate) fn call(comm: &Arc<Comm>, call: Call) -> Result<Status, Error> {
 
 /// Adds calls that belong together to the open group, or runs them.
 pub(crate) fn calls(comm: &Arc<Comm>, calls: Vec<Call>) -> Result<Status, Error> {
+    calls.iter().try_for_each(|call| comm.check(call))?;
     submit(comm, Work::Calls(calls))
 }
 
@@ -254,45 +258,118 @@ fn submit(comm: &Arc<Comm>, work: Work) -> Result<Status, Error> {
 
 /// Runs everything; returns the first error in the order in which communicators were first called, or what kept
 /// communicators from being made.
-fn run(mut work: Todo) -> Result<Status, Error> {
+fn run(work: Todo) -> Result<Status, Error> {
     let making = Making::of(&work);
     if let Some((comm, _)) = work.first()
         && !comm.config().blocking
     {
         return run_in_background(work, &making);
     }
+    if work
+        .iter()
+        .all(|(comm, work)| comm.is_on_gpu() && matches!(work, Work::Calls(_)))
+    {
+        return launch(work, &making);
+    }
+    let results = together(work, &making, |comm, work| one(comm, work, &making));
+    if let Some(cause) = making.cause.get().filter(|_| !making.all.is_empty()) {
+        return Err(cause.clone());
+    }
+    results.into_iter().collect::<Result<(), Error>>()?;
+    Ok(Status::Success)
+}
+
+/// Does something with each communicator's work, all at once; returns the results in their order.
+fn together<W: Send>(
+    mut work: Vec<(Arc<Comm>, W)>,
+    making: &Making,
+    act: impl Fn(&Arc<Comm>, W) -> Result<(), Error> + Sync,
+) -> Vec<Result<(), Error>> {
     let Some((last, last_work)) = work.pop() else {
-        return Ok(Status::Success);
+        return Vec::new();
     };
     if work.is_empty() {
-        return one(&last, last_work, &making).map(|()| Status::Success);
+        return vec![act(&last, last_work)];
     }
-    let results = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
+        let act = &act;
         let threads: Vec<_> = work
             .into_iter()
             .map(|(comm, work)| {
                 let thread = std::thread::Builder::new().name("crossweft-nccl".to_owned());
                 // What cannot start fails; the others would wait for it, so they are told.
-                let (stop, making) = (Arc::clone(&comm), &making);
+                let stop = Arc::clone(&comm);
                 thread
-                    .spawn_scoped(scope, move || one(&comm, work, making))
+                    .spawn_scoped(scope, move || act(&comm, work))
                     .map_err(|error| no_thread(&stop, &error, making))
             })
             .collect();
-        let last = one(&last, last_work, &making);
+        let last = act(&last, last_work);
         let results = threads.into_iter().map(|thread| match thread {
             Ok(thread) => thread
                 .join()
                 .unwrap_or_else(|_| Err(Error::internal("a thread of ncclGroupEnd panicked"))),
             Err(error) => Err(error),
         });
-        results.chain([last]).collect::<Vec<_>>()
-    });
-    if let Some(cause) = making.cause.get().filter(|_| !making.all.is_empty()) {
-        return Err(cause.clone());
+        results.chain([last]).collect()
+    })
+}
+
+/// Launches calls on GPUs, on the streams of this thread.
+fn launch(work: Todo, making: &Making) -> Result<Status, Error> {
+    let of_calls = |(comm, work)| match work {
+        Work::Calls(calls) => Some((comm, calls)),
+        Work::Manage(_) => None,
+    };
+    let work: CallsOfEach = work.into_iter().filter_map(of_calls).collect();
+    if let Err(error) = on_streams_apart(&work) {
+        work.iter().for_each(|(comm, _)| comm.refuse());
+        return Err(error);
     }
-    results.into_iter().collect::<Result<(), Error>>()?;
-    Ok(Status::Success)
+    let noted =
+        |comm: &Arc<Comm>, result: Result<(), Error>| result.inspect_err(|error| comm.note(error));
+    let prepared = match work.iter().all(|(comm, calls)| comm.is_prepared(calls)) {
+        true => work.iter().map(|_| Ok(())).collect(),
+        false => {
+            let each = work.iter().map(|(comm, calls)| (Arc::clone(comm), calls));
+            together(each.collect(), making, |comm, calls| {
+                noted(comm, comm.prepare(calls))
+            })
+        }
+    };
+    // One that failed is no reason to let the ranks of another wait.
+    let mut outcome = Ok(Status::Success);
+    for ((comm, calls), prepared) in work.into_iter().zip(prepared) {
+        let launched = prepared.and_then(|()| noted(&comm, comm.launch(calls)));
+        outcome = outcome.and_then(|status| launched.map(|()| status));
+    }
+    outcome
+}
+
+/// Refuses two ranks of one communicator on one stream, where the launch of the one waits for the other's behind it.
+fn on_streams_apart(work: &CallsOfEach) -> Result<(), Error> {
+    let mut seen = Vec::new();
+    for (comm, calls) in work {
+        let Ok(communicator) = comm.communicator() else {
+            continue;
+        };
+        let tag = communicator.endpoint().group().tag();
+        let mut streams: Vec<u64> = calls.iter().map(Call::stream).collect();
+        streams.sort_unstable();
+        streams.dedup();
+        for stream in streams {
+            let here = (tag, comm.device()?, stream);
+            if seen.contains(&here) {
+                return Err(Error::usage(format!(
+                    "two ranks of a communicator are called on one stream of device {}, where one waits for the other \
+                     behind it; give each rank a stream of its own",
+                    here.1
+                )));
+            }
+            seen.push(here);
+        }
+    }
+    Ok(())
 }
 
 /// There is no thread for what `comm` is to do, so it fails.

@@ -27,7 +27,10 @@ const fn own(key: &'static CStr, about: &'static str) -> Parameter {
 
 /// All that programs may ask for.
 pub(crate) const ALL: &[Parameter] = &[
-    own(c"CROSSWEFT_DEVICE", "what pointers are: cpu"),
+    own(
+        c"CROSSWEFT_DEVICE",
+        "whose memory pointers are in: cpu, cuda or auto",
+    ),
     own(c"CROSSWEFT_NCCL_VERSION", "what ncclGetVersion says"),
     own(
         c"CROSSWEFT_NCCL_DELEGATE",
@@ -45,6 +48,10 @@ pub(crate) const ALL: &[Parameter] = &[
     own(
         c"NCCL_DEBUG",
         "WARN or more prints errors on standard error",
+    ),
+    own(
+        c"NCCL_CHECK_POINTERS",
+        "1 looks at buffers before calls on a GPU",
     ),
     own(c"NCCL_COMM_BLOCKING", "0 or 1 overrides ncclConfig_t"),
     of_nccl(c"NCCL_ALGO"),

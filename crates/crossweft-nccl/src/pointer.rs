@@ -13,6 +13,9 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::mem::size_of;
 
+use crossweft_collective::Scalar;
+use crossweft_executor::Region;
+
 use crate::status::Error;
 
 fn null(name: &str) -> Error {
@@ -237,7 +240,16 @@ impl Place {
 }
 
 impl Factor {
-    /// The bits of an element of `bytes` bytes.
+    /// For calls on a GPU, which itself reads an element that is given later.
+    pub(crate) fn scalar_on_device(self) -> Scalar {
+        match self {
+            Self::Bits(bits) => Scalar::from_bits(bits),
+            // SAFETY: the caller promises an element there that the device reaches, for as long as calls read it.
+            Self::Later(place) => unsafe { Scalar::at(place.0) },
+        }
+    }
+
+    /// The bits of an element of `bytes` bytes, in host memory if it is given later.
     pub(crate) fn bits(self, bytes: usize) -> u64 {
         match self {
             Self::Bits(bits) => bits,
@@ -267,6 +279,14 @@ struct Range {
     bytes: usize,
 }
 
+impl Range {
+    fn region(self) -> Region {
+        // SAFETY: a caller's buffer of so many bytes that the device reaches, and that is the call's until its stream has
+        // come to an end of it.
+        unsafe { Region::new(self.address, self.bytes as u64) }
+    }
+}
+
 /// Bytes that a call reads.
 #[derive(Debug)]
 pub(crate) struct Source(Range);
@@ -285,6 +305,15 @@ impl Source {
     /// Its first byte and the one after its last.
     pub(crate) fn range(&self) -> std::ops::Range<u64> {
         self.0.address..self.0.address + self.0.bytes as u64
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.bytes
+    }
+
+    /// On a GPU.
+    pub(crate) fn region(&self) -> Region {
+        self.0.region()
     }
 
     pub(crate) fn as_slice(&self) -> &[u8] {
@@ -307,6 +336,11 @@ impl Destination {
 
     pub(crate) fn len(&self) -> usize {
         self.0.bytes
+    }
+
+    /// On a GPU.
+    pub(crate) fn region(&self) -> Region {
+        self.0.region()
     }
 
     pub(crate) fn as_slice_mut(&mut self) -> &mut [u8] {

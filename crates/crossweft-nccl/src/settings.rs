@@ -62,6 +62,11 @@ pub(crate) fn blocking() -> Option<bool> {
     }
 }
 
+/// Whether buffers are looked at before calls on a GPU: `NCCL_CHECK_POINTERS`.
+pub(crate) fn checks_pointers() -> bool {
+    variable("NCCL_CHECK_POINTERS").is_some_and(|value| value != "0")
+}
+
 /// What is delegated, and to which library: `CROSSWEFT_NCCL_DELEGATE`, `CROSSWEFT_NCCL_LIB`. `None` if nothing is.
 pub(crate) fn delegation() -> Result<Option<(PathBuf, Rules)>, Error> {
     let Some(text) = variable("CROSSWEFT_NCCL_DELEGATE") else {
@@ -86,8 +91,21 @@ pub(crate) fn say(text: &str) {
 
 /// Whether errors are printed where they happen: `NCCL_DEBUG` is `WARN` or says more.
 pub(crate) fn prints_errors() -> bool {
-    let level = variable("NCCL_DEBUG").map(|level| level.to_ascii_uppercase());
-    matches!(level.as_deref(), Some("WARN" | "INFO" | "ABORT" | "TRACE"))
+    matches!(
+        level().as_deref(),
+        Some("WARN" | "INFO" | "ABORT" | "TRACE")
+    )
+}
+
+/// Says something on standard error if `NCCL_DEBUG` is `INFO` or says more.
+pub(crate) fn inform(text: impl FnOnce() -> String) {
+    if matches!(level().as_deref(), Some("INFO" | "TRACE")) {
+        say(&text());
+    }
+}
+
+fn level() -> Option<String> {
+    Some(variable("NCCL_DEBUG")?.to_ascii_uppercase())
 }
 
 /// Tells `crossweft run`, if that has started this process, that the library is used.
@@ -108,17 +126,27 @@ fn report_to(name: &str) -> std::io::Result<usize> {
     socket.send_to_addr(pid.as_bytes(), &address)
 }
 
-/// Refuses to go on unless the program has said that its pointers are host memory.
-pub(crate) fn check_device() -> Result<(), Error> {
+/// What computes, and whose memory pointers are in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Processor {
+    /// The host.
+    Cpu,
+    /// A GPU.
+    Cuda,
+    /// A GPU if there is one, else the host.
+    Auto,
+}
+
+/// What the program has said that its pointers are: `CROSSWEFT_DEVICE`. A GPU's unless it says something else, for that is
+/// what programs for NCCL have.
+pub(crate) fn processor() -> Result<Processor, Error> {
     match variable("CROSSWEFT_DEVICE").as_deref() {
-        Some("cpu") => Ok(()),
+        Some("cpu") => Ok(Processor::Cpu),
+        None | Some("cuda") => Ok(Processor::Cuda),
+        Some("auto") => Ok(Processor::Auto),
         Some(other) => Err(Error::usage(format!(
-            "CROSSWEFT_DEVICE is `{other}`, but this library works on host memory only so far: set it to cpu"
+            "CROSSWEFT_DEVICE is `{other}`; it must be cpu, cuda or auto"
         ))),
-        None => Err(Error::usage(
-            "this library works on host memory only so far: set CROSSWEFT_DEVICE=cpu and pass host pointers, \
-             or use NCCL",
-        )),
     }
 }
 

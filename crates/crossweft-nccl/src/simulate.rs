@@ -28,10 +28,13 @@ pub(crate) fn end(info: &Versioned) -> Result<(), Error> {
             "ncclSimInfo_t was not initialised with NCCL_SIM_INFO_INITIALIZER",
         ));
     }
-    let topology = Topology::cpu();
     let mut longest = 0.0_f64;
     for (comm, calls) in work {
         let world_size = comm.world_size()?;
+        let topology = match comm.is_on_gpu() {
+            true => Topology::h200(),
+            false => Topology::cpu(),
+        };
         let mut total = 0.0;
         for call in &calls {
             total += match call {

@@ -102,6 +102,10 @@ impl Error {
         Self::new(Status::InternalError, text)
     }
 
+    pub(crate) fn cuda(text: impl Into<String>) -> Self {
+        Self::new(Status::UnhandledCudaError, text)
+    }
+
     pub(crate) fn system(text: impl Into<String>) -> Self {
         Self::new(Status::SystemError, text)
     }

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crossweft_hal::Memory;
+use crossweft_hal::cuda::{self, Context, CudaError};
 
 use crate::comm::Comm;
 use crate::pointer::Address;
@@ -23,6 +24,7 @@ static TABLE: Mutex<Table> = Mutex::new(Table {
     comms: BTreeMap::new(),
     allocations: BTreeMap::new(),
     windows: BTreeMap::new(),
+    contexts: BTreeMap::new(),
 });
 
 #[derive(Debug)]
@@ -33,6 +35,8 @@ struct Table {
     allocations: BTreeMap<u64, Arc<Memory>>,
     /// Windows, each with its communicator.
     windows: BTreeMap<u64, (Weak<Comm>, Arc<Window>)>,
+    /// Contexts that something uses, by the numbers of their devices.
+    contexts: BTreeMap<u32, Weak<Context>>,
 }
 
 fn table() -> MutexGuard<'static, Table> {
@@ -148,6 +152,26 @@ pub(crate) fn free(address: Address) -> Result<(), Error> {
     memory.map(drop).ok_or_else(|| {
         Error::argument("ptr is not from ncclMemAlloc, or was given to ncclMemFree before")
     })
+}
+
+/// The context of a device that whatever uses that device has in common; made by `retain` if nothing does so far.
+pub(crate) fn context(
+    device: &cuda::Device,
+    retain: impl FnOnce() -> Result<Arc<Context>, CudaError>,
+) -> Result<Arc<Context>, CudaError> {
+    let found = |table: &Table| table.contexts.get(&device.ordinal())?.upgrade();
+    if let Some(context) = found(&table()) {
+        return Ok(context);
+    }
+    // Takes a while. Of two that come at once, the first one's stays.
+    let made = retain()?;
+    let mut table = table();
+    Ok(found(&table).unwrap_or_else(|| {
+        table
+            .contexts
+            .insert(device.ordinal(), Arc::downgrade(&made));
+        made
+    }))
 }
 
 /// The memory of `ncclMemAlloc` that a range lies in, and where in it.

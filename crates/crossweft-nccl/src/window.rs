@@ -4,12 +4,11 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock, Weak};
 
 use crossweft_collective::SymmetricBuffer;
-use crossweft_hal::Memory;
-use crossweft_hal::cpu::SharedMemory;
+use crossweft_hal::{Device, Memory};
 
 use crate::comm::Comm;
 use crate::status::Error;
-use crate::table;
+use crate::{settings, table};
 
 /// Windows begin at multiples of this: `NCCL_WIN_REQUIRED_ALIGNMENT`.
 const ALIGNMENT: u64 = 4096;
@@ -18,7 +17,8 @@ const SYMMETRIC: i32 = 1;
 /// Flags that there are; those beyond the first two are for hardware that hosts do not have.
 const FLAGS: i32 = 0b1111;
 
-/// `bytes` bytes of `ncclMemAlloc`, from the same offset on every rank.
+/// `bytes` bytes of `ncclMemAlloc`, from the same offset on every rank. On GPUs it may also be other memory, which peers do
+/// not reach: then calls in it are as those anywhere.
 #[derive(Debug)]
 pub(crate) struct Window {
     /// Its handle.
@@ -103,7 +103,11 @@ impl Window {
     /// What all ranks have registered.
     pub(crate) fn memory(&self) -> Result<&SymmetricBuffer, Error> {
         let memory = self.memory.get();
-        memory.ok_or_else(|| Error::argument("the window is not registered yet"))
+        memory.ok_or_else(|| {
+            Error::argument(
+                "the window is not registered yet, or, on a GPU, does not lie in memory of ncclMemAlloc on every rank",
+            )
+        })
     }
 
     /// Where a range of this rank's memory lies in the registered memory, if it lies in the window and
@@ -134,7 +138,22 @@ impl Window {
         let endpoint = communicator.endpoint();
         let what = "registering a window";
         let deadline = std::time::Instant::now() + communicator.timeout();
-        let imported = endpoint.settle(self.import(), what, deadline, Error::from)?;
+        if comm.is_on_gpu() {
+            let reached = [u8::from(self.source.strong_count() > 0)];
+            let all = communicator.all_gather_bytes(&reached)?;
+            if let Some(rank) = all.iter().position(|said| *said == [0]) {
+                settings::inform(|| {
+                    format!(
+                        "a window of {} bytes is not in memory of ncclMemAlloc on rank {rank}: calls in it are copied through \
+                         memory that all ranks reach",
+                        self.bytes
+                    )
+                });
+                return Ok(());
+            }
+        }
+        let import = self.import(communicator.device());
+        let imported = endpoint.settle(import, what, deadline, Error::from)?;
         let statement = format!("{} bytes at offset {}", self.bytes, self.offset);
         endpoint.agree(&statement, what, deadline)?;
         // It is registered once.
@@ -142,21 +161,29 @@ impl Window {
         Ok(())
     }
 
-    /// The memory once more, up to the window's end: the communicator's own mapping of it.
-    fn import(&self) -> Result<Memory, Error> {
+    /// The memory once more, on the host up to the window's end: the communicator's own mapping of it.
+    fn import(&self, device: &Device) -> Result<Memory, Error> {
         let Some(memory) = self.source.upgrade() else {
             return Err(Error::usage(
                 "the window does not lie in memory of ncclMemAlloc, which alone other ranks can reach",
             ));
         };
-        let Memory::Cpu(memory) = &*memory else {
-            return Err(Error::internal("memory of ncclMemAlloc is not the host's"));
-        };
-        let fd = memory.fd().try_clone_to_owned();
-        let fd =
-            fd.map_err(|error| Error::system(format!("cannot duplicate a descriptor: {error}")))?;
-        let bytes = (self.offset + self.bytes).next_multiple_of(ALIGNMENT);
-        Ok(Memory::Cpu(SharedMemory::import(fd, bytes)?))
+        match (device, &*memory) {
+            (Device::Cpu, Memory::Cpu(_)) => {
+                let bytes = (self.offset + self.bytes).next_multiple_of(ALIGNMENT);
+                Ok(device.import(memory.export()?, bytes)?)
+            }
+            // A GPU's memory is mapped as a whole.
+            (Device::Cuda(context), Memory::Cuda(memory))
+                if context.ordinal() == memory.context().ordinal() =>
+            {
+                // Not by a descriptor: what is imported cannot be exported to the other ranks.
+                Ok(Memory::Cuda(memory.again()?))
+            }
+            _ => Err(Error::argument(
+                "the window's memory is not on the communicator's device: call ncclMemAlloc while that is current",
+            )),
+        }
     }
 
     /// Where byte `offset` of `rank`'s part lies in this process.

@@ -11,7 +11,7 @@ use crossweft_collective::{
     Request, Scalar, collective_named,
 };
 use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
-use crossweft_hal::{Device, cuda};
+use crossweft_hal::{Device, HalError, cuda};
 use crossweft_moe::MoeError;
 use crossweft_net::launch::Job;
 use crossweft_net::{Bind, Cancel, NetError, Rendezvous, RendezvousOptions, UniqueId as CoreId};
@@ -25,6 +25,7 @@ use crate::plan::{self, Plan};
 use crate::rms_norm;
 use crate::tensor::{Place, Tensor};
 use crate::wait::{Signals, interruptible};
+use crate::watch::{Launches, Watch};
 
 fn net(error: &NetError) -> PyErr {
     error::net(error).into()
@@ -111,7 +112,9 @@ pub(crate) struct Communicator {
     collectives: Mutex<HashMap<CollectiveKey, Arc<Prepared>>>,
     rms_norms: Mutex<HashMap<rms_norm::Key, Arc<AllReduceRmsNorm>>>,
     replaced_rms_norms: Mutex<Vec<Arc<AllReduceRmsNorm>>>,
-    exchange: Mutex<Option<Exchange>>,
+    exchange: Mutex<Option<Arc<Exchange>>>,
+    /// Of launches on streams, where there are any.
+    watch: Option<Watch>,
 }
 
 /// What a plan is prepared for, apart from the size.
@@ -149,16 +152,46 @@ struct Prepared {
     max_bytes: u64,
 }
 
+impl Launches for Prepared {
+    fn end_waits(&self) {
+        self.call.end_waits();
+    }
+}
+
+impl Launches for AllReduceRmsNorm {
+    fn end_waits(&self) {
+        AllReduceRmsNorm::end_waits(self);
+    }
+}
+
+impl Launches for Exchange {
+    fn end_waits(&self) {
+        Exchange::end_waits(self);
+    }
+}
+
+impl Launches for Staged {
+    fn end_waits(&self) {
+        Staged::end_waits(self);
+    }
+}
+
 fn devices(name: &str, local_size: u32) -> PyResult<Devices> {
+    let found = |devices: Result<Devices, cuda::CudaError>| {
+        devices.map_err(|error| {
+            Exception::new("DeviceError", format!("{error}; or use device=\"cpu\"")).into()
+        })
+    };
     match name {
         "cpu" => Ok(Devices::Cpu),
         "auto" => Ok(Devices::best(local_size)),
-        "cuda" => Devices::cuda().map_err(|error| {
-            Exception::new("DeviceError", format!("{error}; or use device=\"cpu\"")).into()
-        }),
-        name => Err(Exception::usage(format!(
-            "there is no device `{name}`; give \"cpu\", \"cuda\" or \"auto\""
-        ))),
+        "cuda" => found(Devices::cuda()),
+        name => match name.strip_prefix("cuda:").map(str::parse) {
+            Some(Ok(ordinal)) => found(Devices::cuda_device(ordinal)),
+            _ => Err(Exception::usage(format!(
+                "there is no device `{name}`; give \"cpu\", \"cuda\", \"cuda:0\" and so on, or \"auto\""
+            ))),
+        },
     }
 }
 
@@ -186,6 +219,10 @@ impl Communicator {
         let signals = Signals::default();
         let asked = signals.clone();
         core.interrupt_when(move || asked.ask());
+        let watch = match core.device() {
+            Device::Cuda(_) => Some(Watch::start(core.endpoint())?),
+            _ => None,
+        };
         Ok(Self {
             core,
             signals,
@@ -196,17 +233,33 @@ impl Communicator {
             rms_norms: Mutex::default(),
             replaced_rms_norms: Mutex::default(),
             exchange: Mutex::default(),
+            watch,
         })
     }
 
-    /// Does something collective that is not a launch.
+    /// Does something collective that is not a launch. Streams may be being captured meanwhile.
     fn together<T: Send>(
         &self,
         py: Python<'_>,
         work: impl FnOnce(&Core) -> Result<T, crossweft_collective::CollectiveError> + Send,
     ) -> PyResult<T> {
-        let done = interruptible(py, || work(&self.core), |reason| self.core.abort(reason))?;
+        let work = || match self.core.device() {
+            // On the thread that does it.
+            Device::Cuda(context) => {
+                let relaxed = context.driver().aside_from_captures(|| work(&self.core));
+                relaxed.unwrap_or_else(|error| Err(HalError::from(error).into()))
+            }
+            _ => work(&self.core),
+        };
+        let done = interruptible(py, work, |reason| self.core.abort(reason))?;
         done.map_err(|error| self.failed(&error))
+    }
+
+    fn watch<T: Launches + 'static>(&self, one: &Arc<T>) {
+        if let Some(watch) = &self.watch {
+            let one: Arc<dyn Launches> = Arc::<T>::clone(one);
+            watch.add(Arc::downgrade(&one));
+        }
     }
 
     /// The streams between all pairs. Collective if they are not there yet.
@@ -216,10 +269,11 @@ impl Communicator {
 
     fn exchange_for(&self, py: Python<'_>, options: &ExchangeOptions) -> PyResult<Exchange> {
         if let Some(found) = &*lock(&self.exchange) {
-            return Ok(found.clone());
+            return Ok(Exchange::clone(found));
         }
-        let made = self.together(py, |core| core.exchange(options))?;
-        Ok(lock(&self.exchange).get_or_insert(made).clone())
+        let made = Arc::new(self.together(py, |core| core.exchange(options))?);
+        self.watch(&made);
+        Ok(Exchange::clone(lock(&self.exchange).get_or_insert(made)))
     }
 
     pub(crate) fn failed(&self, error: &crossweft_collective::CollectiveError) -> PyErr {
@@ -278,8 +332,10 @@ impl Communicator {
         } else {
             Stage::WhereNeeded
         };
-        self.together(py, |core| core.prepare(&plan.core, options, stage))
-            .map(Arc::new)
+        let prepared = self.together(py, |core| core.prepare(&plan.core, options, stage))?;
+        let prepared = Arc::new(prepared);
+        self.watch(&prepared);
+        Ok(prepared)
     }
 
     /// Prepares a collective if that has not been done, and calls it. `output` of none is in place.
@@ -392,6 +448,7 @@ impl Communicator {
         options.in_place = in_place;
         let call = self.together(py, |core| core.collective(collective, options))?;
         let prepared = Arc::new(Prepared { call, max_bytes });
+        self.watch(&prepared);
         let replaced = lock(&self.collectives).insert(key, Arc::clone(&prepared));
         lock(&self.replaced_collectives).extend(replaced);
         Ok(prepared)
@@ -411,6 +468,7 @@ impl Communicator {
         let max_tokens = tokens.checked_next_power_of_two().unwrap_or(tokens);
         let made = self.together(py, |core| core.all_reduce_rms_norm(key.options(max_tokens)))?;
         let made = Arc::new(made);
+        self.watch(&made);
         let replaced = lock(&self.rms_norms).insert(key, Arc::clone(&made));
         lock(&self.replaced_rms_norms).extend(replaced);
         Ok(made)
@@ -844,6 +902,66 @@ impl Communicator {
             .call1((explanation.to_json(),))
     }
 
+    /// Prepares what calls of up to `bytes` bytes, of the larger of input and output, need.
+    #[pyo3(signature = (collective, bytes, *, dtype, op = "sum", root = 0))]
+    fn prepare(
+        &self,
+        py: Python<'_>,
+        collective: &str,
+        bytes: u64,
+        dtype: &Bound<'_, PyAny>,
+        op: &str,
+        root: u32,
+    ) -> PyResult<()> {
+        let found = collective_named(collective, root).ok_or_else(|| {
+            Exception::usage(format!("there is no collective `{collective}` to call"))
+        })?;
+        let dtype = plan::dtype(Some(dtype))?.unwrap_or(DataType::F32);
+        let (i, o) = found.blocks(self.core.world_size()).unwrap_or((1, 1));
+        let has_plans = !self.core.selection().registry().plans().is_empty();
+        let ways: &[_] = match has_plans {
+            true => &[Some(true), Some(false)],
+            false => &[None],
+        };
+        for &in_place in ways {
+            let key = CollectiveKey {
+                collective: found,
+                dtype,
+                op: plan::reduce_op(op)?,
+                multiplies: false,
+                in_place,
+            };
+            let message = bytes.div_ceil(u64::from(i.max(o)));
+            self.prepared_collective(py, (key, None), message)?;
+        }
+        Ok(())
+    }
+
+    /// Raises what went wrong in launches on streams, once those have come to their end.
+    fn check(&self) -> PyResult<()> {
+        let collectives = lock(&self.collectives).values().cloned().collect();
+        let replaced = lock(&self.replaced_collectives).clone();
+        for prepared in Vec::<Arc<Prepared>>::into_iter(collectives).chain(replaced) {
+            let checked = prepared.call.check();
+            checked.map_err(|error| self.failed(&error))?;
+        }
+        let norms = lock(&self.rms_norms).values().cloned().collect();
+        let replaced = lock(&self.replaced_rms_norms).clone();
+        for norm in Vec::<Arc<AllReduceRmsNorm>>::into_iter(norms).chain(replaced) {
+            norm.check().map_err(|error| self.failed(&error))?;
+        }
+        let plans = lock(&self.plans).values().cloned().collect();
+        let replaced = lock(&self.replaced).clone();
+        for staged in Vec::<Arc<Staged>>::into_iter(plans).chain(replaced) {
+            let checked = staged.check();
+            checked.map_err(|error| self.failed(&error.into()))?;
+        }
+        match &*lock(&self.exchange) {
+            Some(exchange) => exchange.check().map_err(|error| self.failed(&error)),
+            None => Ok(()),
+        }
+    }
+
     fn abort(&self, reason: &str) {
         self.core.abort(reason);
     }
@@ -1051,14 +1169,6 @@ impl Communicator {
             }
         }
         self.exchange_for(py, &options).map(drop)
-    }
-
-    /// Raises what went wrong with messages on a GPU, once their stream has come to its end.
-    fn check_messages(&self) -> PyResult<()> {
-        match &*lock(&self.exchange) {
-            Some(exchange) => exchange.check().map_err(|error| self.failed(&error)),
-            None => Ok(()),
-        }
     }
 
     /// A group of sends and receives that are done together.

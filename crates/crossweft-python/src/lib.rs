@@ -10,7 +10,8 @@
 //! * `moe`: mixtures of experts;
 //! * `tensor`: memory of other libraries (`dlpack`, `buffer`), with the only `unsafe` code;
 //! * `error`: exceptions, whose classes are `crossweft.errors`;
-//! * `wait`: waits that leave the interpreter to others and end at a signal.
+//! * `wait`: waits that leave the interpreter to others and end at a signal;
+//! * `watch`: kernels that wait are ended when the job has failed.
 //!
 //! Types that people see are documented in the package's own `.pyi` files.
 #![deny(missing_docs)]
@@ -29,6 +30,7 @@ mod plan;
 mod rms_norm;
 mod tensor;
 mod wait;
+mod watch;
 
 /// The module.
 #[pymodule]

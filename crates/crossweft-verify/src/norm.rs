@@ -10,8 +10,8 @@ use crossweft_device::DataType;
 ///
 /// The residual that comes out is compared bit for bit. Normalised elements are accepted within a bound: with unit
 /// roundoff u of the type, v = 2⁻²⁴ of `f32`, and smallest subnormal η of the type,
-/// (u + (hidden/8 + 12)·v)·|exact| + η. The mean of `hidden` squares in eight lanes is off by (hidden/8 + 5)·v at most,
-/// of which the square root leaves half; its own rounding, those of the quotients, the epsilon's and two products are
+/// (u + (hidden/8 + 12)·v)·|exact| + η. The mean of `hidden` squares, in eight lanes or more, is off by (hidden/8 + 5)·v at
+/// most, of which the square root leaves half; its own rounding, those of the quotients, the epsilon's and two products are
 /// six more; the bound has room for the lanes to be one.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNorm<'a> {

@@ -17,6 +17,8 @@ from ._nccl import Nccl, NcclError, crossweft_library
 EPSILON = 1e-6
 #: Beyond that, one-shot algorithms move more than anybody would wait for.
 ONE_SHOT_LIMIT = 16 << 20
+#: Why there is nothing to compare with where ranks share a GPU.
+NCCL_ALONE = "NCCL cannot run two ranks on one GPU"
 
 
 class LeftOut(Exception):
@@ -76,6 +78,8 @@ class Machine:
     device: torch.device
     ours: AllReduceCommunicator
     nccl_library: str | None
+    #: Whether ranks share a GPU.
+    shared: bool = False
 
     def stream(self) -> int:
         """The raw handle of the stream that calls go to."""
@@ -90,12 +94,16 @@ class Column(ABC):
     is_graph = False
     #: Whether results are normalised.
     normalises = False
+    #: Why it needs a GPU for each rank, if so.
+    why_alone: str | None = None
 
     def __init__(self, machine: Machine) -> None:
         """Raises LeftOut if it cannot be measured here."""
         self.machine = machine
         if self.is_graph and machine.device.type != "cuda":
             raise LeftOut("CUDA graphs need a CUDA device")
+        if machine.shared and self.why_alone is not None:
+            raise LeftOut(self.why_alone)
 
     def open(self) -> None:  # noqa: B027
         """Joins the other ranks."""
@@ -132,6 +140,7 @@ class TorchEager(Column):
     """``torch.distributed``."""
 
     name = "torch eager"
+    why_alone = NCCL_ALONE
 
     def bind(self, case: Case) -> Call | None:
         """See Column."""
@@ -160,6 +169,7 @@ class NcclGraph(Column):
 
     name = "NCCL graph"
     is_graph = True
+    why_alone = NCCL_ALONE
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -229,6 +239,7 @@ class _Symmetric(Column):
     """torch's symmetric memory, in a CUDA graph. NVLink multicast is not asked for."""
 
     is_graph = True
+    why_alone = "torch's symmetric memory needs a GPU for each rank"
     op: str
     limit: int | None = None
 
@@ -301,6 +312,7 @@ class TorchThenNorm(_Norm):
     """``torch.distributed``, then torch."""
 
     name = "torch, then RMSNorm"
+    why_alone = NCCL_ALONE
 
     def reduce(self, tensor: torch.Tensor) -> None:
         """See _Norm."""
@@ -321,11 +333,6 @@ class CrossweftFusedNorm(_Norm):
     """This package, in one call."""
 
     name = "crossweft with RMSNorm fused"
-
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine)
-        if machine.device.type != "cpu":
-            raise LeftOut("crossweft.torch fuses on host memory only so far")
 
     def bind(self, case: Case) -> Call | None:
         """See Column."""

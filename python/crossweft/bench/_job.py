@@ -84,8 +84,17 @@ def join(device: str) -> torch.device:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=LIMIT)
         return torch.device("cpu")
-    chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(chosen)
-    # Times and decisions are exchanged on the host.
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=LIMIT, device_id=chosen)
+    # Times and decisions are exchanged on the host; NCCL has no two ranks on one GPU.
+    if share_devices():
+        dist.init_process_group("gloo", timeout=LIMIT)
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=LIMIT, device_id=chosen)
     return chosen
+
+
+def share_devices() -> bool:
+    """Whether this host has fewer GPUs than ranks."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return int(torch.cuda.device_count()) < ranks

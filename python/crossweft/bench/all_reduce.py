@@ -81,8 +81,9 @@ class _Run:
         self._options = options
         self._cases = cases(options)
         most = max((case.nbytes for case in self._cases), default=1)
-        ours = AllReduceCommunicator(device=options.device, max_bytes=max(most, 1 << 20), name="benchmark")
-        self._machine = Machine(device, ours, options.nccl_library)
+        ours = AllReduceCommunicator(device=device, max_bytes=max(most, 1 << 20), name="benchmark")
+        shared = device.type == "cuda" and _job.share_devices()
+        self._machine = Machine(device, ours, options.nccl_library, shared)
         self._clock = Clock(self._machine)
         # The table alone goes to standard output if something reads it there.
         self._log: TextIO = sys.stderr if options.json == "-" else sys.stdout
@@ -92,6 +93,8 @@ class _Run:
         columns, left_out = make(self._machine)
         for name, reason in left_out.items():
             self._say(f"left out: {name}: {reason}")
+        if self._machine.shared:
+            self._say("ranks share a GPU: results are checked, but times are those of taking turns on it")
         rows = []
         for number, case in enumerate(self._cases, 1):
             rows.append(self._row(f"[{number}/{len(self._cases)}] {size(case.nbytes)}", case, columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -23,8 +24,9 @@ T = TypeVar("T")
 MAX_BYTES = 16 << 20
 #: Seconds that a call may take unless ``CROSSWEFT_TIMEOUT`` says otherwise.
 TIMEOUT = 600.0
-#: Element types of activations; on a GPU they are prepared before graphs are captured.
-ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+#: Element types of activations unless ``CROSSWEFT_DTYPES`` says otherwise; on a GPU they are prepared before graphs are
+#: captured, which takes its time.
+ACTIVATIONS = "bfloat16,float16,float32"
 #: After how many questions the counts are logged first; then after ten times as many, and so on. Engines stop their
 #: processes without a word, so nobody else would ask for them.
 FIRST_REPORT = 1000
@@ -39,16 +41,22 @@ class Settings:
     device: str
     max_bytes: int
     timeout: float
+    dtypes: str
 
     @classmethod
     def of_this_rank(cls, device: torch.device) -> Settings:
-        """From the environment. Raises ValueError if a variable is no number."""
+        """From the environment. Raises ValueError if a variable makes no sense."""
+        dtypes = os.environ.get("CROSSWEFT_DTYPES", ACTIVATIONS)
+        for name in dtypes.split(","):
+            if not isinstance(getattr(torch, name, None), torch.dtype):
+                raise ValueError(f"CROSSWEFT_DTYPES: torch has no type {name!r}; give such as {ACTIVATIONS}")
         return cls(
             crossweft=__version__,
             host=_host(),
             device=device.type,
             max_bytes=int(os.environ.get("CROSSWEFT_MAX_BYTES", MAX_BYTES)),
             timeout=float(os.environ.get("CROSSWEFT_TIMEOUT", TIMEOUT)),
+            dtypes=dtypes,
         )
 
 
@@ -61,6 +69,7 @@ class EngineCommunicator(AllReduceCommunicator):
     def __init__(
         self,
         group: dist.ProcessGroup,
+        device: torch.device,
         settings: Settings,
         name: str,
         log: logging.Logger,
@@ -68,7 +77,7 @@ class EngineCommunicator(AllReduceCommunicator):
     ) -> None:
         super().__init__(
             group,
-            device="cuda" if settings.device == "cuda" else "cpu",
+            device=device,
             max_bytes=settings.max_bytes,
             timeout=settings.timeout,
             name=name,
@@ -76,6 +85,7 @@ class EngineCommunicator(AllReduceCommunicator):
         self._conditions = tuple(conditions)
         self._log = log
         self._told: set[tuple[bool, torch.dtype, int]] = set()
+        self._dtypes = tuple(getattr(torch, name) for name in settings.dtypes.split(","))
         self._asked, self._next_report = 0, FIRST_REPORT
         # Types that alone are taken; all if none.
         self._prepared: tuple[torch.dtype, ...] = ()
@@ -99,11 +109,14 @@ class EngineCommunicator(AllReduceCommunicator):
             mine = str(error)
         every = gather(group, mine)
         problem = _disagreement(every)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         made = None
         if problem is None and isinstance(mine, Settings):
             failure = None
+            begun = time.monotonic()
             try:
-                made = cls(group, mine, name, log, conditions)
+                made = cls(group, device, mine, name, log, conditions)
                 made._get_ready(device)
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
@@ -111,7 +124,8 @@ class EngineCommunicator(AllReduceCommunicator):
             problem = next((f"rank {rank}: {each}" for rank, each in enumerate(failures) if each), None)
         if made is not None and problem is None:
             if made.rank == 0:
-                log.info("crossweft is used for %s: on %s, for up to %d bytes", name, made.device, made.max_bytes)
+                about = (name, made.device, made.max_bytes, time.monotonic() - begun)
+                log.info("crossweft is used for %s: on %s, for up to %d bytes, ready after %.2f s", *about)
             return made
         log.error("crossweft is not used for %s, the engine's own collectives are: %s", name, problem)
         if made is not None:
@@ -124,7 +138,10 @@ class EngineCommunicator(AllReduceCommunicator):
             raise RuntimeError(f"the communicator computes on {self.device}, the engine's tensors are on {device}")
         if device.type != "cuda":
             return
-        for dtype in ACTIVATIONS:
+        for dtype in self._dtypes:
+            if self.rank == 0:
+                # Where nothing was compiled on this machine before, each takes two seconds.
+                self._log.info("crossweft, %s: preparing kernels and memory for %s", self.name, dtype)
             block = torch.zeros(self.max_bytes // dtype.itemsize, dtype=dtype, device=device)
             self.all_reduce_(block)
             self.all_reduce(block)
@@ -132,7 +149,7 @@ class EngineCommunicator(AllReduceCommunicator):
             self.all_gather(part)
             self.reduce_scatter(block[: part.numel() * self.world_size])
         torch.cuda.synchronize(device)
-        self._prepared = ACTIVATIONS
+        self._prepared = self._dtypes
 
     def why_not(self, tensor: torch.Tensor, op: object = "sum") -> str | None:
         """As the communicator says, or as the engine's conditions do."""

@@ -1,18 +1,16 @@
-"""The ``crossweft`` backend of ``torch.distributed``, for host tensors of ranks on one host.
+"""The ``crossweft`` backend of ``torch.distributed``, for host and CUDA tensors of ranks on one host.
 
-Collectives that their caller waits for run in the caller's thread; others in a thread of the group, in order. Messages
-of every ordered pair of ranks and tag have a thread and a communicator of their own, since they may be received in any
-order with those of other pairs.
+Collectives on host tensors that their caller waits for run in the caller's thread; others in a thread of the group, in
+order. Messages of every ordered pair of ranks and tag have a thread and a communicator of their own, since they may be
+received in any order with those of other pairs. Collectives on CUDA tensors are put on streams; what they need is made
+by the first one.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +21,10 @@ from torch._C import _distributed_c10d as c10d
 from .._counts import Counts
 from .._crossweft import Communicator
 from .._torch import from_store
-from ..errors import Error, TensorError, Timeout, UsageError
+from ..errors import Error, TensorError, UsageError
 from ._dtypes import DTYPES, op_name, reduce_op
 from ._lane import Lane
+from ._sides import Call, CudaSide, CudaWork, HostSide, HostWork
 
 NAME = "crossweft"
 
@@ -98,80 +97,112 @@ def _into(output: torch.Tensor, source: torch.Tensor, call: Callable[[torch.Tens
     if output.is_contiguous() and not _overlap(output, source):
         call(output)
         return
-    dense = torch.empty(output.shape, dtype=output.dtype)
+    dense = torch.empty(output.shape, dtype=output.dtype, device=output.device)
     call(dense)
     output.copy_(dense)
 
 
-class CrossweftWork(c10d.Work):  # type: ignore[misc, unused-ignore]
-    """A call in the background. ``wait`` raises what it raises.
+def _all_reduce(communicator: Communicator, tensor: torch.Tensor, how: _Reduction) -> None:
+    all_reduce = communicator.all_reduce
+    _in_place(tensor, lambda dense: all_reduce(_numbers(dense), op=how.op, scale=how.scale))
 
-    torch hands out works that pass on ``wait`` and ``get_future`` only; whether one has ended, its future tells.
-    """
 
-    def __init__(self, calls: Sequence[Future[list[torch.Tensor]]]) -> None:
-        super().__init__()
-        self._calls = calls
+def _all_gather(communicator: Communicator, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    sizes = [output.numel() for output in outputs]
+    flat = torch.empty(sum(sizes), dtype=tensor.dtype, device=tensor.device)
+    tensor = tensor.contiguous()
+    if _are_even(outputs):
+        communicator.all_gather(_elements(tensor), _elements(flat))
+    else:
+        counts = [size * tensor.element_size() for size in sizes]
+        communicator.all_gather_v(_bytes(tensor), _bytes(flat), counts)
+    for output, part in zip(outputs, flat.split(sizes), strict=True):
+        output.copy_(part.view(output.shape))
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Waits until it has ended; without a timeout, as long as calls of the group may take."""
-        deadline = time.monotonic() + timeout.total_seconds() if timeout else None
-        for call in self._calls:
-            try:
-                call.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except FutureTimeout:
-                # It may be what the call raised.
-                if not call.done():
-                    raise Timeout(f"a call of {NAME} has not ended within {timeout}; it goes on") from None
-                raise
-        return True
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the call's outputs."""
-        done: torch.futures.Future[Any] = torch.futures.Future()
-        # An exception that Python sets is none to C++; what a callback raises is.
-        told = done.then(lambda _: [tensor for call in self._calls for tensor in call.result()])
-        left = len(self._calls)
-        asking = threading.get_ident()
-        lock = threading.Lock()
+def _all_gather_single(communicator: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    all_gather = communicator.all_gather
+    # This rank's block of the output.
+    is_own = tensor.data_ptr() == output.data_ptr() + communicator.rank * tensor.nbytes
+    if output.is_contiguous() and is_own:
+        all_gather(_elements(output))
+    else:
+        _into(output, tensor, lambda dense: all_gather(_elements(tensor), _elements(dense)))
 
-        def one_more(_: object) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                is_last = left == 0
-            if not is_last:
-                return
-            if threading.get_ident() == asking:
-                done.set_result(None)
-                return
-            # Callbacks may wait for further calls, so the thread that makes calls must not run them. An interpreter
-            # that ends waits for this one: it must not be stopped inside of torch.
-            threading.Thread(target=done.set_result, args=(None,), name=f"{NAME} callbacks").start()
 
-        for call in self._calls:
-            call.add_done_callback(one_more)
-        if not self._calls:
-            done.set_result(None)
-        return told
+def _reduce_scatter(
+    communicator: Communicator, output: torch.Tensor, flat: torch.Tensor, sizes: list[int], how: _Reduction
+) -> None:
+    numbers, result = _numbers(flat), _numbers(output)
+    if len(set(sizes)) == 1:
+        communicator.reduce_scatter(numbers, result, op=how.op, scale=how.scale)
+    elif flat.device.type == "cpu":
+        parts = 2 if flat.is_complex() else 1
+        communicator.reduce_scatter_v(numbers, result, [size * parts for size in sizes], op=how.op)
+    else:
+        # There, kernels that reduce blocks of any size would have to be compiled for this alone.
+        padded = [torch.nn.functional.pad(each, (0, max(sizes) - len(each))) for each in flat.split(sizes)]
+        block = torch.empty_like(padded[0])
+        communicator.reduce_scatter(_numbers(torch.stack(padded)), _numbers(block), op=how.op, scale=how.scale)
+        output.copy_(block[: output.numel()].view(output.shape))
+
+
+def _reduce_scatter_single(
+    communicator: Communicator, output: torch.Tensor, tensor: torch.Tensor, how: _Reduction
+) -> None:
+    numbers = _numbers(tensor)
+
+    def reduce_scatter(dense: torch.Tensor) -> None:
+        communicator.reduce_scatter(numbers, _numbers(dense), op=how.op, scale=how.scale)
+
+    _into(output, tensor, reduce_scatter)
 
 
 class _Route:
-    """Messages from one rank to another, of one tag. Both join when they first use it."""
+    """Messages from one rank to another, of one tag and on one device. Both join when they first use it."""
 
-    def __init__(self, store: c10d.Store, ends: tuple[int, int, int], is_sender: bool, timeout: float) -> None:
+    def __init__(
+        self,
+        store: c10d.Store,
+        ends: tuple[int, int, int],
+        device: torch.device,
+        is_sender: bool,
+        timeout: float,
+    ) -> None:
         source, destination, tag = ends
         self._words = f"message of tag {tag} from rank {source} to rank {destination}"
-        self.lane = Lane(f"crossweft messages from {source} to {destination}")
-        self._store = c10d.PrefixStore(f"{source}>{destination}:{tag}", store)
+        self._lane = Lane(f"crossweft messages from {source} to {destination}")
+        self._store = c10d.PrefixStore(f"{device.type}:{source}>{destination}:{tag}", store)
+        self._device = device
         self._is_sender = is_sender
         self._timeout = timeout
         self._communicator: Communicator | None = None
+        self._cuda: CudaSide | None = None
 
-    def pass_on(self, tensor: torch.Tensor) -> None:
-        """Sends the tensor, or receives into it."""
+    def start(self, tensor: torch.Tensor) -> HostWork | CudaWork:
+        """Sends the tensor, or receives into it, in the background. On a GPU behind what is on the current stream."""
+        plain = tensor.detach()
+        if self._device.type == "cpu":
+
+            def pass_on() -> list[torch.Tensor]:
+                with torch.inference_mode():
+                    self._pass_on(self._joined(), plain)
+                return [tensor]
+
+            return HostWork([self._lane.start(pass_on)])
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(f"{NAME}: messages are not captured into graphs")
+        begin = torch.cuda.current_stream(self._device).record_event()
+
+        def put() -> Any:
+            if self._cuda is None:
+                self._cuda = CudaSide(self._joined())
+            return self._cuda.after(begin, lambda communicator: self._pass_on(communicator, plain), [plain])
+
+        return CudaWork(self._device, [self._lane.start(put)], [tensor])
+
+    def _pass_on(self, communicator: Communicator, tensor: torch.Tensor) -> None:
         try:
-            communicator = self._joined()
             if self._is_sender:
                 communicator.send(_elements(tensor.contiguous()), 1)
             else:
@@ -184,7 +215,7 @@ class _Route:
         if self._communicator is None:
             # The group's connection would be held while this waits.
             store, rank = self._store.clone(), 0 if self._is_sender else 1
-            self._communicator = from_store(store, rank, 2, timeout=self._timeout)
+            self._communicator = from_store(store, rank, 2, device=str(self._device), timeout=self._timeout)
         return self._communicator
 
     def end(self, reason: str | None) -> None:
@@ -193,28 +224,37 @@ class _Route:
         if communicator is not None:
             if reason is not None:
                 communicator.abort(reason)
-            self.lane.start(communicator.leave)
-        self.lane.close()
+            elif self._cuda is not None:
+                torch.cuda.synchronize(self._device)
+            self._lane.start(communicator.leave)
+        self._lane.close()
 
 
-class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
-    """One rank of a group. ``torch.distributed`` makes and calls it.
+class _Calls:
+    """One rank of a group: what ``torch.distributed`` calls, whichever class of torch's it expects.
 
     Calls that cannot be raise UsageError or TensorError at once. What fails later in the background is raised by the
-    work's ``wait``; by that of its future, as a RuntimeError with the text.
+    work's ``wait``; by that of its future, as a RuntimeError with the text. What fails on a GPU, later calls raise.
     """
+
+    #: Whether calls that have ended are to give a work, too.
+    _always_works = False
 
     def __init__(self, store: c10d.Store, rank: int, world_size: int, timeout: timedelta, name: str) -> None:
         """Joins the ranks that share a store. Collective."""
-        super().__init__(rank, world_size)
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
         self._rank, self._world_size = rank, world_size
         self._timeout = timeout
         self._store = store
+        self._name = name
         self._communicator = from_store(store, rank, world_size, timeout=timeout.total_seconds())
         self._counts = Counts(f"torch.distributed group {name}", self._communicator)
         self._lane = Lane("crossweft collectives")
-        self._routes: dict[tuple[int, int, int], _Route] = {}
-        self._coalesced: list[Future[list[torch.Tensor]]] | None = None
+        self._host = HostSide(self._communicator, self._lane)
+        self._cuda: CudaSide | None = None
+        self._cuda_counts: Counts | None = None
+        self._routes: dict[tuple[int, int, int, torch.device], _Route] = {}
+        self._coalesced: list[HostWork | CudaWork] | None = None
         self._lock = threading.Lock()
         # Collectives until now.
         self._sequence = 0
@@ -224,35 +264,19 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
     def getBackendName(self) -> str:
         return NAME
 
-    @property
-    def options(self) -> c10d.Backend.Options:
-        return c10d.Backend.Options(NAME, self._timeout)
-
-    @property
-    def supports_splitting(self) -> bool:
-        return True
-
-    @property
-    def supports_coalescing(self) -> bool:
-        # Messages need not be: each pair's go their own way.
-        return False
-
-    def split(self, store: c10d.Store, ranks: list[int], options: Any) -> CrossweftBackend:
-        """That of a part of the ranks, which are in it in this order. Collective over them."""
-        if self._rank not in ranks:
-            # torch (2.15) has no way to take no backend from Python.
-            raise UsageError(f"rank {self._rank} is in none of the splits; give each rank one, or use new_group")
-        rank = ranks.index(self._rank)
-        return CrossweftBackend(store.clone(), rank, len(ranks), options._timeout, options.group_name)
-
     def shutdown(self) -> None:
         """Leaves in good order, after all calls that were made."""
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda.device)
+            self._cuda.communicator.leave()
         self._lane.run(self._communicator.leave)
         self._end(None)
 
     def abort(self) -> None:
         """Ends all calls of all ranks with an error."""
         reason = f"rank {self._rank} aborted the process group"
+        if self._cuda is not None:
+            self._cuda.communicator.abort(reason)
         self._communicator.abort(reason)
         self._end(reason)
 
@@ -263,35 +287,48 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
         for route in routes.values():
             route.end(reason)
 
-    # How it runs: in inference mode, where tensors of inference mode may be written too, in whatever thread that is.
+    # How it runs.
 
-    def _start(self, lane: Lane, outputs: list[torch.Tensor], call: Callable[[], object]) -> CrossweftWork:
-        """Makes a call in the background."""
-
-        def run() -> list[torch.Tensor]:
-            with torch.inference_mode():
-                call()
-            return outputs
-
-        started = lane.start(run)
-        if self._coalesced is not None:
-            self._coalesced.append(started)
-        return CrossweftWork([started])
+    def _side(self, tensor: torch.Tensor) -> HostSide | CudaSide:
+        """Where calls with such a tensor are made. The first one on a GPU joins the other ranks there."""
+        if tensor.device.type == "cpu":
+            return self._host
+        if tensor.device.type != "cuda":
+            raise TensorError(f"{NAME} takes host and CUDA tensors, not those on {tensor.device}")
+        with self._lock:
+            if self._cuda is None:
+                store = c10d.PrefixStore("cuda", self._store)
+                of_group = (store, self._rank, self._world_size)
+                limit = self._timeout.total_seconds()
+                communicator = from_store(*of_group, device=str(tensor.device), timeout=limit)
+                self._cuda = CudaSide(communicator)
+                self._cuda_counts = Counts(f"torch.distributed group {self._name} on CUDA devices", communicator)
+            side = self._cuda
+        if tensor.device != side.device:
+            raise TensorError(f"{NAME}: the group's CUDA tensors are on {side.device}, this one is on {tensor.device}")
+        return side
 
     def _collective(
-        self, options: Any, outputs: list[torch.Tensor], call: Callable[[], object]
-    ) -> CrossweftWork | None:
-        """Makes a call of all ranks; without a work where it has ended."""
+        self,
+        options: Any,
+        outputs: list[torch.Tensor],
+        call: Call,
+        used: Sequence[torch.Tensor] = (),
+    ) -> HostWork | CudaWork | None:
+        """Makes a call of all ranks on outputs and other tensors that are used; without a work where it has ended."""
+        tensors = [*outputs, *used]
+        side = self._side(tensors[0]) if tensors else self._host
         self._sequence += 1
-        if options.asyncOp:
-            return self._start(self._lane, outputs, call)
+        # Some callers of older versions give none.
+        if options is not None and options.asyncOp:
+            return self._noted(side.later(call, outputs, tensors))
+        side.now(call)
+        return HostWork([]) if self._always_works else None
 
-        def run() -> None:
-            with torch.inference_mode():
-                call()
-
-        self._lane.run(run)
-        return None
+    def _noted(self, work: HostWork | CudaWork) -> HostWork | CudaWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _set_sequence_number_for_group(self) -> None:
         self._sequence = 0
@@ -303,61 +340,69 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
     def start_coalescing(self) -> None:
         self._coalesced = []
 
-    def end_coalescing(self) -> CrossweftWork:
-        calls, self._coalesced = self._coalesced or [], None
-        return CrossweftWork(calls)
+    def end_coalescing(self) -> HostWork | CudaWork:
+        works, self._coalesced = self._coalesced or [], None
+        on_cuda = [work for work in works if isinstance(work, CudaWork)]
+        if not on_cuda:
+            return HostWork([call for work in works if isinstance(work, HostWork) for call in work.calls])
+        if len(on_cuda) < len(works):
+            raise UsageError(f"{NAME} does not coalesce calls on host tensors with others on CUDA tensors")
+        ends = [end for work in on_cuda for end in work.ends]
+        return CudaWork(on_cuda[0].device, ends, [output for work in on_cuda for output in work.outputs])
 
     def _count(self, operation: str, tensor: torch.Tensor, others: Sequence[torch.Tensor] = (), op: str = "") -> None:
-        """Counts a call by the tensor that is the larger of input and output."""
-        direct = all(each.is_contiguous() for each in (tensor, *others))
+        """Counts a collective by the tensor that is the larger of input and output."""
+        self._side(tensor)
+        self._count_once(operation, tensor, all(each.is_contiguous() for each in (tensor, *others)), op)
+
+    def _count_once(self, operation: str, tensor: torch.Tensor, direct: bool, op: str = "") -> None:
+        # Messages may come before ranks join on GPUs.
+        counts = (self._cuda_counts if tensor.device.type == "cuda" else None) or self._counts
         dtype = DTYPES.get(tensor.dtype, "u8")
-        self._counts.call(operation, "direct" if direct else "staged", dtype, op, tensor.nbytes)
+        counts.call(operation, "direct" if direct else "staged", dtype, op, tensor.nbytes)
 
     # Collectives. Tensors are taken without what autograd knows of them.
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> CrossweftWork | None:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> HostWork | CudaWork | None:
         return self.allreduce_coalesced([_single(tensors)], options)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], options: Any) -> CrossweftWork | None:
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], options: Any) -> HostWork | CudaWork | None:
         reductions = [_Reduction(options.reduceOp, tensor.dtype) for tensor in tensors]
         for tensor, how in zip(tensors, reductions, strict=True):
             self._count("all_reduce", tensor, op=how.op)
 
-        def call() -> None:
+        def call(communicator: Communicator) -> None:
             for tensor, how in zip(tensors, reductions, strict=True):
-                self._all_reduce(tensor.detach(), how)
+                _all_reduce(communicator, tensor.detach(), how)
 
         return self._collective(options, tensors, call)
 
-    def _all_reduce(self, tensor: torch.Tensor, how: _Reduction) -> None:
-        all_reduce = self._communicator.all_reduce
-        _in_place(tensor, lambda dense: all_reduce(_numbers(dense), op=how.op, scale=how.scale))
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> CrossweftWork | None:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> HostWork | CudaWork | None:
         tensor, root = _single(tensors).detach(), options.rootRank
         self._count("broadcast", tensor)
 
-        def call() -> None:
-            _in_place(tensor, lambda dense: self._communicator.broadcast(_elements(dense), root=root))
+        def call(communicator: Communicator) -> None:
+            _in_place(tensor, lambda dense: communicator.broadcast(_elements(dense), root=root))
 
         return self._collective(options, tensors, call)
 
-    def reduce(self, tensors: list[torch.Tensor], options: Any) -> CrossweftWork | None:
+    def reduce(self, tensors: list[torch.Tensor], options: Any) -> HostWork | CudaWork | None:
         tensor, root = _single(tensors).detach(), options.rootRank
         how = _Reduction(options.reduceOp, tensor.dtype)
         self._count("reduce", tensor, op=how.op)
 
-        def reduce(dense: torch.Tensor) -> None:
-            self._communicator.reduce(_numbers(dense), root=root, op=how.op, scale=how.scale)
+        def call(communicator: Communicator) -> None:
+            reduce = communicator.reduce
+            _in_place(tensor, lambda dense: reduce(_numbers(dense), root=root, op=how.op, scale=how.scale))
 
-        return self._collective(options, tensors, lambda: _in_place(tensor, reduce))
+        return self._collective(options, tensors, call)
 
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
         return self.allgather_coalesced([[output] for output in _single(output_lists)], [_single(inputs)], options)
 
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any
-    ) -> CrossweftWork | None:
+    ) -> HostWork | CudaWork | None:
         """``output_lists[r][i]`` becomes input ``i`` of rank ``r``; they may have different sizes."""
         if len(output_lists) != self._world_size or any(len(of_rank) != len(inputs) for of_rank in output_lists):
             raise UsageError(f"all_gather needs {self._world_size} lists of {len(inputs)} outputs, one for each input")
@@ -368,51 +413,32 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
             self._check(tensor, outputs)
             self._count("all_gather" if _are_even(outputs) else "all_gather_v", tensor, outputs)
 
-        def call() -> None:
+        def call(communicator: Communicator) -> None:
             for tensor, outputs in gathered:
-                self._all_gather(tensor, outputs)
+                _all_gather(communicator, tensor, outputs)
 
-        return self._collective(options, [output for of_rank in output_lists for output in of_rank], call)
+        return self._collective(options, [output for of_rank in output_lists for output in of_rank], call, inputs)
 
-    def _all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        sizes = [output.numel() for output in outputs]
-        flat = torch.empty(sum(sizes), dtype=tensor.dtype)
-        tensor = tensor.contiguous()
-        if _are_even(outputs):
-            self._communicator.all_gather(_elements(tensor), _elements(flat))
-        else:
-            counts = [size * tensor.element_size() for size in sizes]
-            self._communicator.all_gather_v(_bytes(tensor), _bytes(flat), counts)
-        for output, part in zip(outputs, flat.split(sizes), strict=True):
-            output.copy_(part.view(output.shape))
-
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> CrossweftWork | None:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> HostWork | CudaWork | None:
         return self.all_gather_single_coalesced([output], [tensor], options)
 
     def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
-    ) -> CrossweftWork | None:
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
+    ) -> HostWork | CudaWork | None:
         pairs = [(output.detach(), tensor.detach()) for output, tensor in zip(outputs, inputs, strict=True)]
         for output, tensor in pairs:
             self._check_blocks("all_gather", tensor, output)
             self._count("all_gather", output, [tensor])
 
-        def call() -> None:
+        def call(communicator: Communicator) -> None:
             for output, tensor in pairs:
-                self._all_gather_single(output, tensor.contiguous())
+                _all_gather_single(communicator, output, tensor.contiguous())
 
-        return self._collective(options, outputs, call)
-
-    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        all_gather = self._communicator.all_gather
-        if output.is_contiguous() and self._is_own_block(tensor, output):
-            all_gather(_elements(output))
-        else:
-            _into(output, tensor, lambda dense: all_gather(_elements(tensor), _elements(dense)))
+        return self._collective(options, outputs, call, inputs)
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], options: Any
-    ) -> CrossweftWork | None:
+    ) -> HostWork | CudaWork | None:
         """The output is the reduction of input ``rank`` of all ranks; they may have different sizes."""
         output, inputs = _single(outputs).detach(), [tensor.detach() for tensor in _single(input_lists)]
         how = _Reduction(options.reduceOp, output.dtype)
@@ -426,45 +452,31 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
             raise UsageError("reduce_scatter by PREMUL_SUM needs inputs of one size")
         self._count("reduce_scatter" if is_even else "reduce_scatter_v", inputs[0], [output], op=how.op)
 
-        def call() -> None:
+        def call(communicator: Communicator) -> None:
             flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            _into(output, flat, lambda dense: self._reduce_scatter(dense, flat, sizes, how))
+            _into(output, flat, lambda dense: _reduce_scatter(communicator, dense, flat, sizes, how))
 
-        return self._collective(options, outputs, call)
+        return self._collective(options, outputs, call, inputs)
 
-    def _reduce_scatter(self, output: torch.Tensor, flat: torch.Tensor, sizes: list[int], how: _Reduction) -> None:
-        numbers, result = _numbers(flat), _numbers(output)
-        if len(set(sizes)) == 1:
-            self._communicator.reduce_scatter(numbers, result, op=how.op, scale=how.scale)
-        else:
-            parts = 2 if flat.is_complex() else 1
-            self._communicator.reduce_scatter_v(numbers, result, [size * parts for size in sizes], op=how.op)
-
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> CrossweftWork | None:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, options: Any
+    ) -> HostWork | CudaWork | None:
         return self.reduce_scatter_single_coalesced([output], [tensor], options)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
-    ) -> CrossweftWork | None:
+    ) -> HostWork | CudaWork | None:
         pairs = [(output.detach(), tensor.detach()) for output, tensor in zip(outputs, inputs, strict=True)]
         reductions = [_Reduction(options.reduceOp, tensor.dtype) for tensor in inputs]
         for (output, tensor), how in zip(pairs, reductions, strict=True):
             self._check_blocks("reduce_scatter", output, tensor)
             self._count("reduce_scatter", tensor, [output], op=how.op)
 
-        def call() -> None:
+        def call(communicator: Communicator) -> None:
             for (output, tensor), how in zip(pairs, reductions, strict=True):
-                self._reduce_scatter_single(output, tensor.contiguous(), how)
+                _reduce_scatter_single(communicator, output, tensor.contiguous(), how)
 
-        return self._collective(options, outputs, call)
-
-    def _reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, how: _Reduction) -> None:
-        numbers = _numbers(tensor)
-
-        def reduce_scatter(dense: torch.Tensor) -> None:
-            self._communicator.reduce_scatter(numbers, _numbers(dense), op=how.op, scale=how.scale)
-
-        _into(output, tensor, reduce_scatter)
+        return self._collective(options, outputs, call, inputs)
 
     def all_to_all_single(
         self,
@@ -473,7 +485,7 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
         output_splits: list[int],
         input_splits: list[int],
         options: Any,
-    ) -> CrossweftWork | None:
+    ) -> HostWork | CudaWork | None:
         """Splits are rows; none means that all are of one size, on every rank."""
         target, source = output.detach(), tensor.detach()
         self._check(source, [target])
@@ -481,9 +493,8 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
         counts = [self._bytes_of(target, output_splits), self._bytes_of(source, input_splits)]
         self._count("all_to_all_v" if has_splits else "all_to_all", source, [target])
 
-        def call() -> None:
+        def call(communicator: Communicator) -> None:
             dense = source.contiguous()
-            communicator = self._communicator
 
             def exchange(into: torch.Tensor) -> None:
                 if has_splits:
@@ -493,7 +504,7 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
 
             _into(target, dense, exchange)
 
-        return self._collective(options, [output], call)
+        return self._collective(options, [output], call, [tensor])
 
     def _bytes_of(self, tensor: torch.Tensor, splits: list[int]) -> list[int]:
         """Bytes of each rank's rows."""
@@ -505,7 +516,9 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
         row = tensor.nbytes // rows if rows else 0
         return [split * row for split in splits]
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any) -> CrossweftWork | None:
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
+    ) -> HostWork | CudaWork | None:
         if len(outputs) != self._world_size or len(inputs) != self._world_size:
             raise UsageError(f"all_to_all needs {self._world_size} inputs and outputs")
         self._check(inputs[0], [*inputs, *outputs])
@@ -535,15 +548,15 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
         outputs: list[torch.Tensor],
         sent: list[tuple[int, torch.Tensor]],
         received: list[tuple[int, torch.Tensor]],
-    ) -> CrossweftWork | None:
+    ) -> HostWork | CudaWork | None:
         """A collective that is a group of messages: what goes to which rank, and comes from which."""
         first, *others = (tensor for _, tensor in (*sent, *received))
         self._count(operation, first, others)
 
-        def call() -> None:
+        def call(communicator: Communicator) -> None:
             sources = [(peer, tensor.detach().contiguous()) for peer, tensor in sent]
             targets = [(peer, tensor.detach(), tensor.detach().contiguous()) for peer, tensor in received]
-            with self._communicator.group() as group:
+            with communicator.group() as group:
                 for peer, tensor in sources:
                     # Of the same call, an input may be where an output is.
                     shared = any(_overlap(tensor, dense) for _, _, dense in targets)
@@ -554,40 +567,52 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
                 if not tensor.is_contiguous():
                     tensor.copy_(dense)
 
-        return self._collective(options, outputs, call)
+        return self._collective(options, outputs, call, [first, *others])
 
-    def barrier(self, options: Any) -> CrossweftWork | None:
-        return self._collective(options, [], self._communicator.barrier)
+    def barrier(self, opts: Any) -> HostWork | CudaWork | None:
+        """Once all ranks have come, and the devices have come to where the streams are that are current now."""
+        event = None
+        if self._cuda is not None:
+            event = torch.cuda.current_stream(self._cuda.device).record_event()
+
+        def call(communicator: Communicator) -> None:
+            if event is not None:
+                event.synchronize()
+            communicator.barrier()
+
+        return self._collective(opts, [], call)
 
     # Messages.
 
-    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> CrossweftWork:
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> HostWork | CudaWork:
         return self._message(_single(tensors), (self._rank, destination, tag), True)
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> CrossweftWork:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> HostWork | CudaWork:
         return self._message(_single(tensors), (source, self._rank, tag), False)
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> CrossweftWork:
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> HostWork | CudaWork:
         raise UsageError(f"{NAME} does not receive from any source; name the rank")
 
-    def _message(self, tensor: torch.Tensor, ends: tuple[int, int, int], is_sender: bool) -> CrossweftWork:
+    def _message(self, tensor: torch.Tensor, ends: tuple[int, int, int], is_sender: bool) -> HostWork | CudaWork:
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise TensorError(f"{NAME} takes host and CUDA tensors, not those on {tensor.device}")
+        key = (*ends, tensor.device)
         with self._lock:
-            route = self._routes.get(ends)
+            route = self._routes.get(key)
             if route is None:
-                route = _Route(self._store, ends, is_sender, self._timeout.total_seconds())
-                self._routes[ends] = route
-        self._count("send" if is_sender else "recv", tensor)
-        plain = tensor.detach()
-        return self._start(route.lane, [tensor], lambda: route.pass_on(plain))
+                route = _Route(self._store, ends, tensor.device, is_sender, self._timeout.total_seconds())
+                self._routes[key] = route
+        self._count_once("send" if is_sender else "recv", tensor, tensor.is_contiguous())
+        return self._noted(route.start(tensor))
 
     # What is asked of arguments.
 
     def _check(self, like: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in (like, *tensors):
-            if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype != like.dtype:
+            if tensor.layout != torch.strided or tensor.device != like.device or tensor.dtype != like.dtype:
                 raise TensorError(
-                    f"{NAME} takes strided host tensors of one type; given are {like.dtype} and a tensor of "
-                    f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
+                    f"{NAME} takes strided tensors of one type on one device; given are {like.dtype} on {like.device} "
+                    f"and a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}"
                 )
 
     def _check_blocks(self, operation: str, block: torch.Tensor, whole: torch.Tensor) -> None:
@@ -598,10 +623,6 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
                 f"{block.numel()}"
             )
 
-    def _is_own_block(self, block: torch.Tensor, whole: torch.Tensor) -> bool:
-        """Whether a contiguous tensor is where this rank's block of another one is."""
-        return bool(block.data_ptr() == whole.data_ptr() + self._rank * block.nbytes)
-
     # What older versions of torch call them.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -610,8 +631,62 @@ class CrossweftBackend(c10d.Backend):  # type: ignore[misc, unused-ignore]
     alltoall_base = all_to_all_single
 
 
-def _create(options: Any, _of_user: object) -> CrossweftBackend:
+class CrossweftBackend(_Calls, c10d.Backend):  # type: ignore[misc, unused-ignore]
+    """One rank of a group for some devices, beside other backends: torch 2.14 and newer."""
+
+    @property
+    def options(self) -> c10d.Backend.Options:
+        return c10d.Backend.Options(NAME, self._timeout)
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        # Messages need not be: each pair's go their own way.
+        return False
+
+    def split(self, store: c10d.Store, ranks: list[int], options: Any) -> CrossweftBackend:
+        """That of a part of the ranks, which are in it in this order. Collective over them."""
+        if self._rank not in ranks:
+            # torch (2.15) has no way to take no backend from Python.
+            raise UsageError(f"rank {self._rank} is in none of the splits; give each rank one, or use new_group")
+        rank = ranks.index(self._rank)
+        return CrossweftBackend(store.clone(), rank, len(ranks), options._timeout, options.group_name)
+
+
+class CrossweftGroup(_Calls, c10d.ProcessGroup):  # type: ignore[misc, unused-ignore]
+    """One rank of a group, as a whole: for torch before 2.14, where no backend can be written in Python.
+
+    It takes the place of all backends of its group, so it has host tensors too, whatever was asked for them.
+    """
+
+    # C++ cannot do without.
+    _always_works = True
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls it."""
+        return self._name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def _start_coalescing(self, _device: torch.device) -> None:
+        self.start_coalescing()
+
+    def _end_coalescing(self, _device: torch.device) -> HostWork | CudaWork:
+        return self.end_coalescing()
+
+
+def _create(options: Any, _of_user: object) -> _Calls:
     of_group = (options.group_rank, options.group_size, options.timeout, options.group_id)
+    if not _HAS_BACKENDS:
+        return CrossweftGroup(options.store, *of_group)
     backend = CrossweftBackend(options.store, *of_group)
     # The group holds it, but not where torch puts its checks between (TORCH_DISTRIBUTED_DEBUG=DETAIL).
     weakref.finalize(options.process_group, _release, backend).atexit = False
@@ -622,7 +697,10 @@ def _release(_backend: CrossweftBackend) -> None:
     """Called when nothing needs it any more."""
 
 
+#: Whether backends can be written in Python.
+_HAS_BACKENDS = hasattr(c10d.Backend, "all_gather_single")
+
+
 def register_backend() -> None:
-    """Tells ``torch.distributed`` of the backend, if backends can be written in Python (torch 2.14 and newer)."""
-    if hasattr(c10d.Backend, "all_gather_single"):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    """Tells ``torch.distributed`` of the backend."""
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

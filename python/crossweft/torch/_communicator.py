@@ -16,14 +16,18 @@ from .._torch import from_process_group
 from ..errors import Mismatch, TensorError, UsageError
 from ._dtypes import DTYPES, ReduceOp, op_name, reduce_op
 from ._layout import flat, is_dense, written
+from ._rms_norm import normalise
+from ._streams import StreamOrder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .._crossweft import _Device, _Op
+    from .._crossweft import _Op
 
 #: The largest tensors that are taken unless a communicator is made for others.
 MAX_BYTES = 256 << 20
+#: The largest tokens that are normalised in the call which reduces them.
+FUSED_HIDDEN = 16384
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,9 +39,13 @@ class AllReduceCommunicator:
     """One rank of a group of ranks, with collectives on torch's tensors.
 
     All ranks must make the same calls in the same order, on tensors of the same shape, type and strides. The first call
-    of a type, operation or larger size prepares memory together with the other ranks; others allocate nothing but
-    what they return. Calls on host tensors are complete when they return; those on CUDA tensors are in the order
-    of the current stream.
+    of a type, operation or larger size prepares memory together with the other ranks, as :meth:`prepare` does; others
+    allocate nothing but what they return.
+
+    Calls on host tensors are complete when they return. Those on CUDA tensors are in the order of the current stream,
+    and may be captured into CUDA graphs; a call on another stream than the one before waits for that one. Replays
+    follow one another, and calls, in the same order on all ranks. What goes wrong on the device is raised by
+    :meth:`check`, and by later calls.
 
     Whether a tensor is taken follows from its type, device, layout and size alone, so it is the same on every rank.
     """
@@ -46,7 +54,7 @@ class AllReduceCommunicator:
         self,
         group: dist.ProcessGroup | Communicator | None = None,
         *,
-        device: _Device = "cpu",
+        device: str | torch.device = "cpu",
         max_bytes: int = MAX_BYTES,
         timeout: float = 600.0,
         bind: str | None = None,
@@ -54,6 +62,11 @@ class AllReduceCommunicator:
     ) -> None:
         """Joins the ranks of ``group``: a process group of any backend, or a communicator that is there already.
         Without one, all ranks of ``torch.distributed``, or of the launcher (torchrun, MPI, Slurm, ``CROSSWEFT_*``).
+
+        ``device`` is ``"cpu"``; ``"cuda"``, the device by this rank's number on its host; or a certain one:
+        ``"cuda:2"``.
+        Ranks may share a GPU. Those that are threads of one process need a current stream of their own each: on one
+        stream, one's kernel would wait behind another's that waits for it.
 
         Collective. Tensors of more than ``max_bytes`` bytes are refused. ``timeout`` seconds bound every call. Across
         hosts, ``bind`` names an interface or address of the group's first rank. ``name`` is what reports call it.
@@ -64,9 +77,9 @@ class AllReduceCommunicator:
         if isinstance(group, Communicator):
             self._communicator = group
         elif group is None and not (dist.is_available() and dist.is_initialized()):
-            self._communicator = Communicator.from_env(device=device, timeout=timeout)
+            self._communicator = Communicator.from_env(device=str(device), timeout=timeout)
         else:
-            self._communicator = from_process_group(group, device, timeout, bind)
+            self._communicator = from_process_group(group, str(device), timeout, bind)
         limits = [int(each) for each in self._communicator.all_gather_bytes(b"%d" % max_bytes)]
         if len(set(limits)) > 1:
             # Some would take what others refuse.
@@ -76,6 +89,7 @@ class AllReduceCommunicator:
         self._rank = self._communicator.rank
         self._world_size = self._communicator.world_size
         self._device = torch.device(self._communicator.device)
+        self._streams = StreamOrder(self._device) if self._device.type == "cuda" else None
         self._max_bytes = max_bytes
         self._name = name or f"{self._world_size} ranks on {self._device}"
         self._counts = Counts(self._name, self._communicator)
@@ -193,6 +207,37 @@ class AllReduceCommunicator:
         path = "direct" if direct else "staged"
         self._counts.call(operation, path, DTYPES[tensor.dtype], op, tensor.nbytes * blocks)
 
+    def _stream(self) -> int | None:
+        """Where a call goes: the raw handle of a stream, or none on the host."""
+        return None if self._streams is None else self._streams.enter()
+
+    def check(self) -> None:
+        """Raises what went wrong in calls on CUDA streams, once those have come to their end."""
+        self._communicator.check()
+
+    def prepare(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        op: ReduceOp = "sum",
+        operations: Sequence[Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]] = (
+            "all_reduce",
+        ),
+    ) -> None:
+        """Prepares calls with tensors of that shape or smaller, as the first ones do. Collective.
+
+        Before a CUDA graph is captured, for one: what nobody has prepared is prepared while it is being captured only
+        if all ranks capture it at the same time. Broadcasts are from rank 0. Raises UsageError for what calls refuse.
+        """
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        reduction = reduce_op(op)
+        if dtype not in DTYPES or tensor.nbytes > self._max_bytes or reduction is None:
+            raise UsageError(f"no tensor of {dtype} with {tensor.nbytes} bytes is reduced by {op_name(op)}")
+        for operation in operations:
+            blocks = self._world_size if operation == "all_gather" else 1
+            how = reduction[0] if operation in ("all_reduce", "reduce_scatter") else "sum"
+            self._communicator.prepare(operation.replace("_", "-"), tensor.nbytes * blocks, dtype=DTYPES[dtype], op=how)
+
     # Collectives.
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
@@ -212,7 +257,7 @@ class AllReduceCommunicator:
             direct = direct and out.stride() == source.stride()
             result = out if direct else torch.empty_like(source)
         self._count("all_reduce", tensor, direct, name)
-        self._communicator.all_reduce(flat(source), flat(result), op=name, scale=scale)
+        self._communicator.all_reduce(flat(source), flat(result), op=name, scale=scale, stream=self._stream())
         if out is None:
             return result
         if direct:
@@ -226,11 +271,11 @@ class AllReduceCommunicator:
         direct = is_dense(tensor)
         self._count("all_reduce", tensor, direct, name)
         if direct:
-            self._communicator.all_reduce(flat(tensor), op=name, scale=scale)
+            self._communicator.all_reduce(flat(tensor), op=name, scale=scale, stream=self._stream())
             written(tensor)
             return tensor
         dense = _dense(tensor)
-        self._communicator.all_reduce(flat(dense), op=name, scale=scale)
+        self._communicator.all_reduce(flat(dense), op=name, scale=scale, stream=self._stream())
         return tensor.copy_(dense)
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -258,7 +303,7 @@ class AllReduceCommunicator:
     ) -> torch.Tensor:
         """Block ``r`` of the tensor goes to rank ``r``, block ``r`` of the result comes from there.
 
-        Blocks are along the first dimension, all of one size, or of the sizes given: both or none, on host tensors.
+        Blocks are along the first dimension, all of one size, or of the sizes given: both or none.
         Where sizes are given ``max_bytes`` does not hold: ranks' tensors may differ, and some would be refused alone.
         """
         self._accept("all_to_all", tensor, bounded=input_splits is None and output_splits is None)
@@ -280,11 +325,11 @@ class AllReduceCommunicator:
         direct = is_dense(tensor)
         self._count("broadcast", tensor, direct)
         if direct:
-            self._communicator.broadcast(flat(tensor), root=root)
+            self._communicator.broadcast(flat(tensor), root=root, stream=self._stream())
             written(tensor)
             return tensor
         dense = _dense(tensor)
-        self._communicator.broadcast(flat(dense), root=root)
+        self._communicator.broadcast(flat(dense), root=root, stream=self._stream())
         return tensor.copy_(dense)
 
     def _block(self, operation: str, tensor: torch.Tensor) -> int:
@@ -319,13 +364,13 @@ class AllReduceCommunicator:
         source = tensor.contiguous()
         result = tensor.new_empty(shape) if out is None or is_staged_out else out
         if operation == "all_gather":
-            self._communicator.all_gather(source, result)
+            self._communicator.all_gather(source, result, stream=self._stream())
         elif operation == "reduce_scatter":
-            self._communicator.reduce_scatter(source, result, op=op or "sum", scale=scale)
+            self._communicator.reduce_scatter(source, result, op=op or "sum", scale=scale, stream=self._stream())
         elif counts is None:
-            self._communicator.all_to_all(source, result)
+            self._communicator.all_to_all(source, result, stream=self._stream())
         else:
-            self._communicator.all_to_all_v(source, result, *counts)
+            self._communicator.all_to_all_v(source, result, *counts, stream=self._stream())
         if out is None:
             return result
         if is_staged_out:
@@ -347,10 +392,13 @@ class AllReduceCommunicator:
     ) -> torch.Tensor:
         """All-reduce, residual addition and RMS normalisation of tokens, in one call; a new tensor, or ``out``.
 
-        Contiguous tensors ``(..., hidden)`` of f32, f16 or bf16. ``residual``, the same on every rank, is replaced by
-        its sum with the reduction. ``quantised`` (``torch.float8_e4m3fn``, like the tensor) gets the normalised tokens
-        divided by ``scale``: a number, or a tensor of f32 that is written, ``(...,)`` per token or ``(..., ceil(hidden
-        / 128))`` per group. Raises TensorError, UsageError.
+        Contiguous tensors ``(..., hidden)`` of f32, f16 or bf16. ``residual``, the same on every rank, is replaced
+        by its sum with the reduction. ``quantised`` (``torch.float8_e4m3fn``, like the tensor) gets the normalised
+        tokens divided by ``scale``: a number, or a tensor of f32 that is written, ``(...,)`` per token or ``(...,
+        ceil(hidden / 128))`` per group. Raises TensorError, UsageError.
+
+        Reports count calls as ``fused``, and as ``unfused`` those whose ``hidden`` is no multiple of 8 or larger than
+        16384: an all-reduce, and what torch does with the sum.
         """
         self._accept("all_reduce_rms_norm", tensor)
         if not tensor.dim() or weight.shape != tensor.shape[-1:]:
@@ -362,10 +410,16 @@ class AllReduceCommunicator:
             )
         result = torch.empty_like(tensor, requires_grad=False) if out is None else out
         self._fits("all_reduce_rms_norm", result, tensor.shape, tensor)
-        self._count("all_reduce_rms_norm", tensor, direct=True, op="sum")
-        self._communicator.all_reduce_rms_norm(
-            tensor, weight, result, residual=residual, epsilon=epsilon, quantised=quantised, scale=scale, per=per
-        )
+        rest: Any = {"residual": residual, "epsilon": epsilon, "quantised": quantised, "scale": scale, "per": per}
+        fused = weight.shape[0] % 8 == 0 and weight.shape[0] <= FUSED_HIDDEN
+        path = "fused" if fused else "unfused"
+        self._counts.call("all_reduce_rms_norm", path, DTYPES[tensor.dtype], "sum", tensor.nbytes)
+        if fused:
+            self._communicator.all_reduce_rms_norm(tensor, weight, result, **rest, stream=self._stream())
+        else:
+            total = torch.empty_like(tensor, requires_grad=False)
+            self._communicator.all_reduce(tensor, total, stream=self._stream())
+            normalise(total, weight, result, **rest)
         for each in (out, residual, quantised, scale):
             if isinstance(each, torch.Tensor):
                 written(each)

@@ -2,12 +2,14 @@
 
 Graphs cannot hold objects, so ops name their communicator: :func:`register` gives it the name.
 
-============================================================================ =======================================
-``crossweft::all_reduce(Tensor tensor, str op, str group) -> Tensor``        a new tensor
-``crossweft::all_reduce_(Tensor(a!) tensor, str op, str group) -> ()``       in place
-``crossweft::all_gather(Tensor tensor, int world_size, str group)``          ``(world_size * n, ...)``
-``crossweft::reduce_scatter(Tensor tensor, str op, int world_size, str group)`` ``(n / world_size, ...)``
-============================================================================ =======================================
+``crossweft::`` and
+
+* ``all_reduce(Tensor tensor, str op, str group) -> Tensor``
+* ``all_reduce_(Tensor(a!) tensor, str op, str group) -> ()``
+* ``all_gather(Tensor tensor, int world_size, str group) -> Tensor``, ``(world_size * n, ...)``
+* ``reduce_scatter(Tensor tensor, str op, int world_size, str group) -> Tensor``, ``(n / world_size, ...)``
+* ``all_reduce_rms_norm(Tensor tensor, Tensor weight, float epsilon, str group) -> Tensor``
+* ``all_reduce_add_rms_norm(Tensor tensor, Tensor(a!) residual, Tensor weight, float epsilon, str group) -> Tensor``
 """
 
 from __future__ import annotations
@@ -79,9 +81,7 @@ def _all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def _all_reduce_(tensor: torch.Tensor, op: str, group: str) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        # They would pass as if nothing had been done.
-        raise UsageError("all_reduce_ has no gradients; use all_reduce, or call it under torch.no_grad()")
+    _without_gradients("all_reduce_", tensor)
     _named(group).all_reduce_(tensor, op)
 
 
@@ -91,6 +91,24 @@ def _all_gather(tensor: torch.Tensor, world_size: int, group: str) -> torch.Tens
 
 def _reduce_scatter(tensor: torch.Tensor, op: str, world_size: int, group: str) -> torch.Tensor:
     return _named(group, world_size).reduce_scatter(tensor, op)
+
+
+def _all_reduce_rms_norm(tensor: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str) -> torch.Tensor:
+    _without_gradients("all_reduce_rms_norm", tensor, weight)
+    return _named(group).all_reduce_rms_norm(tensor, weight, epsilon=epsilon)
+
+
+def _all_reduce_add_rms_norm(
+    tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
+) -> torch.Tensor:
+    _without_gradients("all_reduce_add_rms_norm", tensor, residual, weight)
+    return _named(group).all_reduce_rms_norm(tensor, weight, residual=residual, epsilon=epsilon)
+
+
+def _without_gradients(op: str, *tensors: torch.Tensor) -> None:
+    """They would pass as if nothing had been done."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UsageError(f"{op} has no gradients; call it under torch.no_grad(), or take ops that have")
 
 
 # What they give, for tracing.
@@ -110,6 +128,16 @@ def _fake_all_gather(tensor: torch.Tensor, world_size: int, group: str) -> torch
 
 def _fake_reduce_scatter(tensor: torch.Tensor, op: str, world_size: int, group: str) -> torch.Tensor:
     return tensor.new_empty((tensor.shape[0] // world_size, *tensor.shape[1:]))
+
+
+def _fake_all_reduce_rms_norm(tensor: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def _fake_all_reduce_add_rms_norm(
+    tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
+) -> torch.Tensor:
+    return torch.empty_like(tensor)
 
 
 # Gradients of the sum of all ranks' losses.
@@ -160,6 +188,18 @@ def _define() -> torch.library.Library:
             _reduce_scatter,
             _fake_reduce_scatter,
             _reduce_scatter_backward,
+        ),
+        "all_reduce_rms_norm(Tensor tensor, Tensor weight, float epsilon, str group) -> Tensor": (
+            _all_reduce_rms_norm,
+            _fake_all_reduce_rms_norm,
+            None,
+        ),
+        # Another op, since torch (2.15) does not compile one whose tensor that is written may be none.
+        "all_reduce_add_rms_norm(Tensor tensor, Tensor(a!) residual, Tensor weight, float epsilon, str group)"
+        " -> Tensor": (
+            _all_reduce_add_rms_norm,
+            _fake_all_reduce_add_rms_norm,
+            None,
         ),
     }
     for schema, (run, fake, backward) in ops.items():

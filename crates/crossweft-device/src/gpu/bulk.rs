@@ -35,7 +35,7 @@ pub const ALIGNMENT: u64 = 128;
 const AHEAD: u64 = BUFFERS - KEPT;
 /// Buffers that are being emptied at a time.
 const KEPT: u64 = 2;
-/// Bytes in front of the buffers: where each says that it is full.
+/// Bytes in front of the buffers: where each says that it is full, and the turns that they are in.
 const FRONT: u64 = ALIGNMENT;
 /// Parts of a copy that is too small for whole buffers are no smaller than this.
 const LEAST: u64 = 2048;
@@ -50,11 +50,33 @@ impl Stage {
     /// KiB to keep memory busy.
     ///
     /// # Safety
-    /// The address must be of the block's shared memory and aligned to [`ALIGNMENT`], and nobody may use
-    /// the memory otherwise during a copy; what it held is lost.
+    /// The address must be of the block's shared memory and aligned to [`ALIGNMENT`]. The memory must be
+    /// [prepared](Self::prepare) before the first copy, and nobody may use it otherwise from then on.
     #[must_use]
     pub const unsafe fn new(addr: u64, bytes: u64) -> Self {
         Self { addr, bytes }
+    }
+
+    /// The first thread of a block, once in a launch, before the first copy: makes the memory ready.
+    ///
+    /// # Safety
+    /// As for [`new`](Self::new); nobody may use the memory meanwhile.
+    #[inline(always)]
+    pub unsafe fn prepare(self) {
+        #[cfg(any(
+            not(any(target_arch = "nvptx64", target_arch = "amdgpu")),
+            all(target_arch = "nvptx64", target_feature = "sm_90")
+        ))]
+        if self.buffer_bytes() != 0 {
+            // SAFETY: the caller's promise; all of it lies in front of the buffers.
+            unsafe { engine::prepare(self) };
+        }
+    }
+
+    /// Where the turns are kept that the buffers are in, a bit each: barriers last for a launch, copy after copy.
+    #[inline(always)]
+    const fn turns(self) -> u64 {
+        self.barrier(BUFFERS)
     }
 
     /// Where buffer `k` says that it is full.
@@ -103,10 +125,11 @@ pub unsafe fn copy<B: Block>(block: &B, stage: Stage, dst: u64, src: u64, bytes:
     all(target_arch = "nvptx64", target_feature = "sm_90")
 ))]
 mod engine {
-    use super::machine::{fence, fence_stored, forget, full, keep, load, prepare, store, stored};
+    use super::machine::{fence, fence_stored, full, init, keep, load, store, stored};
     use super::{AHEAD, ALIGNMENT, BUFFERS, FRONT, GRANULE, KEPT, LEAST, Stage};
     use crate::block::Block;
     use crate::gpu::wide::{load1, store1};
+    use crate::memory::{Memory, Raw};
 
     /// Whether it has made the copy.
     ///
@@ -128,14 +151,6 @@ mod engine {
         if dst == src {
             return true;
         }
-        if block.thread() == 0 {
-            let mut k = 0;
-            while k < BUFFERS {
-                // SAFETY: in front of the buffers, in the stage.
-                unsafe { prepare(stage.barrier(k)) };
-                k += 1;
-            }
-        }
         fence();
         // Nobody brings an error, and who was stopped before does not come here.
         let _ = block.sync(Ok(()));
@@ -154,7 +169,24 @@ mod engine {
         true
     }
 
-    /// One thread: copies through all buffers, whose barriers are prepared, round and round.
+    /// One thread: see [`Stage::prepare`].
+    ///
+    /// # Safety
+    /// As there, and there must be buffers.
+    #[inline(always)]
+    pub(super) unsafe fn prepare(stage: Stage) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut k = 0;
+            while k < BUFFERS {
+                init(stage.barrier(k));
+                k += 1;
+            }
+            Raw.write(stage.turns(), 0_u64);
+        }
+    }
+
+    /// One thread: copies through all buffers, round and round.
     ///
     /// # Safety
     /// Both addresses and the size must be multiples of [`GRANULE`]; the rest is as for [`super::copy`].
@@ -182,28 +214,23 @@ mod engine {
                 more = ask();
                 k += 1;
             }
-            let (mut to, mut this, mut turn) = (0, 0, 0);
+            let mut turns: u64 = Raw.read(stage.turns());
+            let (mut to, mut this) = (0, 0);
             while to < bytes {
-                while !full(barrier(this), turn) {}
+                while !full(barrier(this), (turns >> this) as u32 & 1) {}
+                turns ^= 1 << this;
                 let part = min(size, bytes - to);
                 store(dst + to, buffer(this), part);
                 to += part;
-                this += 1;
-                if this == BUFFERS {
-                    (this, turn) = (0, turn ^ 1);
-                }
+                this = if this + 1 == BUFFERS { 0 } else { this + 1 };
                 if more {
                     keep::<{ KEPT as u32 }>();
                     more = ask();
                 }
             }
+            Raw.write(stage.turns(), turns);
             stored();
             fence_stored();
-            let mut k = 0;
-            while k < BUFFERS {
-                forget(barrier(k));
-                k += 1;
-            }
         }
     }
 
@@ -254,20 +281,10 @@ mod machine {
 
     /// Makes a barrier for one copy at a time.
     #[inline(always)]
-    pub(super) unsafe fn prepare(barrier: u64) {
+    pub(super) unsafe fn init(barrier: u64) {
         // SAFETY: the caller's promise.
         unsafe {
             asm!("mbarrier.init.shared::cta.b64 [{b}], 1;", b = in(reg32) shared(barrier),
-                options(nostack, preserves_flags));
-        }
-    }
-
-    /// Ends its use.
-    #[inline(always)]
-    pub(super) unsafe fn forget(barrier: u64) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            asm!("mbarrier.inval.shared::cta.b64 [{b}];", b = in(reg32) shared(barrier),
                 options(nostack, preserves_flags));
         }
     }
@@ -358,14 +375,9 @@ mod machine {
 
     pub(super) const fn fence_stored() {}
 
-    pub(super) unsafe fn prepare(barrier: u64) {
+    pub(super) unsafe fn init(barrier: u64) {
         // SAFETY: the caller's promise.
         unsafe { Raw.store(barrier, 0) };
-    }
-
-    pub(super) unsafe fn forget(barrier: u64) {
-        // SAFETY: the caller's promise.
-        unsafe { Raw.store(barrier, u64::MAX) };
     }
 
     pub(super) unsafe fn load(to: u64, src: u64, bytes: u64, barrier: u64) {

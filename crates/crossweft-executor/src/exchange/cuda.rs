@@ -157,7 +157,8 @@ impl Launcher {
             });
         }
         let faults = u64::from(blocks) * size_of::<Fault>() as u64;
-        let tables = (0..IN_FLIGHT).map(|_| Table::new(context, ROOM));
+        let room = ROOM.max(most as usize);
+        let tables = (0..IN_FLIGHT).map(|_| Table::new(context, room));
         let desk = Desk {
             layout,
             tables: tables.collect::<Result<_, _>>()?,
@@ -380,8 +381,7 @@ impl Drop for Launcher {
 }
 
 fn kernel(context: &Arc<Context>, dtype: Option<DataType>) -> Result<Kernel, CudaError> {
-    let device = context.device().properties()?;
-    let sm = device.compute.0 * 10 + device.compute.1;
+    let sm = context.device().sm()?;
     let Some((module, entry)) = exchange_module(dtype, sm) else {
         let of = dtype.map_or_else(String::new, |dtype| format!(" for reductions of {dtype}"));
         return Err(CudaError::Incapable {

@@ -104,3 +104,76 @@ impl Layout {
         (lane * (2 * self.ranks + 1) + kind) as usize
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crossweft_device::exchange::NO_MEMORY;
+    use crossweft_device::{DataType, ReduceOp};
+
+    use super::super::{Kind, Purpose};
+    use super::*;
+
+    fn request(direction: Direction, peer: u32, bytes: u64) -> Request {
+        let (dtype, purpose) = (DataType::U8, Purpose::ReduceScatter(ReduceOp::Sum));
+        Request {
+            direction,
+            peer,
+            kind: Kind { dtype, purpose },
+            address: 1 << 20,
+            bytes,
+            memory: NO_MEMORY,
+            place: 1 << 30,
+        }
+    }
+
+    #[test]
+    fn every_byte_lies_on_one_lane_and_chains_keep_their_order() {
+        let lanes = Lanes {
+            count: 3,
+            step: 1000,
+        };
+        let mut layout = Layout::new(2, lanes);
+        let requests = [
+            request(Direction::Receive, 1, 999),
+            request(Direction::Send, 1, 2500),
+            request(Direction::Copy, 0, 1000),
+            request(Direction::Send, 1, 0),
+            request(Direction::Send, 1, 1 << 20),
+            request(Direction::Send, 0, 10),
+        ];
+        // The second time in the same buffers.
+        for _ in 0..2 {
+            layout.lay_out(&requests);
+            assert!(layout.chains.len() <= layout.most_chains() as usize);
+            let is_send = |t: &Transfer| t.direction == Direction::Send;
+            // Sends first: three lanes to rank 1, one to itself; then a receive, and a copy on two.
+            let first: Vec<_> = layout.chains.iter().map(is_send).collect();
+            assert_eq!(first, [true, true, true, true, false, false, false]);
+            let mut seen = vec![Vec::new(); requests.len()];
+            for chain in &layout.chains {
+                let (mut transfer, mut last) = (*chain, 0);
+                loop {
+                    assert!(transfer.op >= last, "out of order");
+                    last = transfer.op;
+                    assert_eq!((transfer.lane, transfer.peer), (chain.lane, chain.peer));
+                    assert_eq!(transfer.place - transfer.address, (1 << 30) - (1 << 20));
+                    let begin = transfer.address - (1 << 20);
+                    seen[last as usize].push(begin..begin + transfer.bytes);
+                    match transfer.next {
+                        NONE => break,
+                        next => transfer = layout.followers[next as usize],
+                    }
+                }
+            }
+            for (request, mut parts) in requests.iter().zip(seen) {
+                parts.sort_by_key(|part| part.start);
+                assert_eq!(parts.len() as u32, lanes.of(request.bytes));
+                let ends = parts.iter().map(|part| part.end);
+                let starts = parts.iter().skip(1).map(|part| part.start);
+                assert!(starts.chain([request.bytes]).eq(ends), "{parts:?}");
+                assert_eq!(parts[0].start, 0);
+                assert!(parts.iter().all(|part| part.start % 16 == 0));
+            }
+        }
+    }
+}

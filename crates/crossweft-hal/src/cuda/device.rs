@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::driver::Driver;
 use super::error::CudaError;
-use super::sys::{CuDevice, DeviceAttribute, MulticastProperties, PeerAttribute};
+use super::sys::{self, CuDevice, DeviceAttribute, MulticastProperties, PeerAttribute};
 
 /// A device, by the number that the driver gives it in this process.
 #[derive(Clone, Debug)]
@@ -136,6 +136,27 @@ impl Driver {
             .collect()
     }
 
+    /// The device that is current on the calling thread; `None` if none is.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn current_device(self: &Arc<Self>) -> Result<Option<Device>, CudaError> {
+        let mut handle = 0;
+        // SAFETY: a valid place for the answer.
+        match unsafe { self.cuCtxGetDevice(&raw mut handle) } {
+            Ok(()) => {}
+            Err(error) if error.is_code(sys::INVALID_CONTEXT) => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        // Handles have no number of their own to ask for.
+        for device in self.devices()? {
+            if device.handle == handle {
+                return Ok(Some(device));
+            }
+        }
+        Ok(None)
+    }
+
     /// The unit in which memory can be bound to a multicast object of so many devices, in bytes.
     ///
     /// # Errors
@@ -178,7 +199,21 @@ impl Device {
         self.handle
     }
 
-    /// What it is and can. Asks the driver each time; needs no context.
+    /// Its compute capability as one number, 90 of 9.0.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn sm(&self) -> Result<u32, CudaError> {
+        let number = |attribute| self.attribute(attribute);
+        let (major, minor) = (
+            number(DeviceAttribute::ComputeMajor)?,
+            number(DeviceAttribute::ComputeMinor)?,
+        );
+        Ok(major * 10 + minor)
+    }
+
+    /// What it is and can. Asks the driver each time, which has to ask the device for clocks: some milliseconds. Needs no
+    /// context.
     ///
     /// # Errors
     /// [`CudaError::Call`].

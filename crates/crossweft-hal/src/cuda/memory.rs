@@ -110,6 +110,15 @@ impl DeviceMemory {
         Self::map(allocation, peers, false)
     }
 
+    /// Maps the same memory once more, for an owner of its own. Both can be exported if this one can.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn again(&self) -> Result<Self, CudaError> {
+        let allocation = Allocation::at(self.context(), self.address(), self.bytes())?;
+        Self::map(allocation, &[], self.has_fabric_handle)
+    }
+
     fn map(
         allocation: Allocation,
         peers: &[Device],

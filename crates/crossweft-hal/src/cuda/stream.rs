@@ -127,6 +127,34 @@ impl Stream {
         Ok(status != sys::CAPTURE_NONE)
     }
 
+    /// The number of the capture that this stream takes part in, if it does: no other capture of the process has it.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`], also if the capture was spoilt.
+    pub fn capture(&self) -> Result<Option<u64>, CudaError> {
+        let (mut status, mut id) = (sys::CAPTURE_NONE, 0);
+        self.context.run(|driver| {
+            // SAFETY: valid places for two answers, none for those that are optional; the stream lives.
+            unsafe {
+                driver.cuStreamGetCaptureInfo_v2(
+                    self.raw,
+                    &raw mut status,
+                    &raw mut id,
+                    std::ptr::null_mut(),
+                    std::ptr::null_mut(),
+                    std::ptr::null_mut(),
+                )
+            }
+        })?;
+        match status {
+            sys::CAPTURE_NONE => Ok(None),
+            sys::CAPTURE_ACTIVE => Ok(Some(id)),
+            _ => Err(CudaError::Capturing {
+                what: "adding to a capture that something forbidden has spoilt",
+            }),
+        }
+    }
+
     /// Whether all work submitted so far has ended. Does not block.
     ///
     /// # Errors

@@ -113,6 +113,7 @@ pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
 pub(super) const CAPTURE_THREAD_LOCAL: c_int = 1;
 pub(super) const CAPTURE_RELAXED: c_int = 2;
 pub(super) const CAPTURE_NONE: c_int = 0;
+pub(super) const CAPTURE_ACTIVE: c_int = 1;
 
 pub(super) const HOST_PORTABLE: c_uint = 1;
 pub(super) const HOST_DEVICE_MAP: c_uint = 2;
@@ -232,6 +233,7 @@ symbols! {
     fn cuCtxPushCurrent_v2(context: CuContext);
     fn cuCtxPopCurrent_v2(context: *mut CuContext);
     fn cuCtxGetCurrent(context: *mut CuContext);
+    fn cuCtxGetDevice(device: *mut CuDevice);
 
     fn cuStreamCreate(stream: *mut CuStream, flags: c_uint);
     fn cuStreamCreateWithPriority(stream: *mut CuStream, flags: c_uint, priority: c_int);
@@ -240,6 +242,10 @@ symbols! {
     fn cuStreamQuery(stream: CuStream);
     fn cuStreamWaitEvent(stream: CuStream, event: CuEvent, flags: c_uint);
     fn cuStreamIsCapturing(stream: CuStream, status: *mut c_int);
+    fn cuStreamGetCaptureInfo_v2(
+        stream: CuStream, status: *mut c_int, id: *mut c_ulonglong, graph: *mut CuGraph,
+        dependencies: *mut *const c_void, count: *mut usize
+    );
     fn cuStreamBeginCapture_v2(stream: CuStream, mode: c_int);
     fn cuStreamEndCapture(stream: CuStream, graph: *mut CuGraph);
     fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int);

@@ -7,9 +7,10 @@ use crossweft_net::UniqueId;
 use super::{calls, grouped, on, signed, success, unsigned};
 use crate::comm::{Comm, Phase};
 use crate::config::Config;
+use crate::devices::Place;
 use crate::pointer::{Address, In, Out, Versioned};
 use crate::status::{Error, Status};
-use crate::{derive, group, settings, table};
+use crate::{derive, group, table};
 
 /// `ncclUniqueId`, which C passes by value.
 #[derive(Clone, Copy, Debug)]
@@ -37,11 +38,10 @@ fn join(
     (count, rank): (i32, i32),
     id: &Id,
     config: Config,
-    device: Option<i32>,
 ) -> Result<Status, Error> {
     let (count, rank) = ranks(count, rank)?;
     let id = id.parse()?;
-    let comm = Comm::new(config, device)?;
+    let comm = Comm::new(config, Place::current()?)?;
     let own = Arc::clone(&comm);
     publish(place, "comm", &comm, || {
         group::manage(&comm, Some(Arc::clone(&comm)), move || {
@@ -99,16 +99,16 @@ fn default_config() -> Versioned {
 calls! {
     fn ncclGetUniqueId(id: Out<Id>) {
         id.check("uniqueId")?;
-        settings::check_device()?;
+        Place::current()?;
         id.set("uniqueId", Id(derive::unique_id()?.to_bytes())).map(success)
     }
 
     fn ncclCommInitRank(comm: Out<Address>, count: i32, id: Id, rank: i32) {
-        making(&comm, "comm", || join(&comm, (count, rank), &id, Config::read(&default_config(), None)?, None))
+        making(&comm, "comm", || join(&comm, (count, rank), &id, Config::read(&default_config(), None)?))
     }
 
     fn ncclCommInitRankConfig(comm: Out<Address>, count: i32, id: Id, rank: i32, config: Versioned) {
-        making(&comm, "comm", || join(&comm, (count, rank), &id, Config::read(&config, None)?, None))
+        making(&comm, "comm", || join(&comm, (count, rank), &id, Config::read(&config, None)?))
     }
 
     /// One unique id is enough to find each other; NCCL takes several so that more processes share that work.
@@ -128,7 +128,7 @@ calls! {
             }
             let ids = ids.read("commIds", 1)?;
             let first = ids.first().ok_or_else(|| Error::argument("commIds is empty"))?;
-            join(&comm, (count, rank), first, Config::read(&config, None)?, None)
+            join(&comm, (count, rank), first, Config::read(&config, None)?)
         })
     }
 
@@ -149,7 +149,10 @@ calls! {
             }
             (0..n as usize).try_for_each(|rank| comms.at(rank).set("comm", Address::of(0)))?;
             let config = Config::read(&default_config(), None)?;
-            let made: Vec<_> = devices.iter().map(|&device| Comm::new(config.clone(), Some(device))).collect::<Result<_, _>>()?;
+            let made: Vec<_> = devices
+                .iter()
+                .map(|&device| Comm::new(config.clone(), Place::numbered(device)?))
+                .collect::<Result<_, _>>()?;
             let id = derive::unique_id()?;
             group::start();
             let mut handles = Vec::new();
@@ -186,7 +189,7 @@ calls! {
         on(comm, |comm| rank.set("rank", signed(comm.rank()?))).map(success)
     }
 
-    /// Calls are complete when they return, so there is nothing to flush: the communicator leaves the others.
+    /// Waits until what was called has ended; then the communicator leaves the others.
     fn ncclCommFinalize(comm: Address) {
         if comm == Address::of(0) {
             return Ok(Status::Success);
@@ -198,10 +201,7 @@ calls! {
             }
             comm.usable()?;
             let own = Arc::clone(comm);
-            group::manage(comm, None, move || {
-                own.finalize();
-                Ok(())
-            })
+            group::manage(comm, None, move || own.finalize())
         }))
     }
 
@@ -244,7 +244,7 @@ calls! {
                     "color is {color}; it must be NCCL_SPLIT_NOCOLOR or not negative"
                 )));
             }
-            let child = Comm::new(Config::read(&config, Some(parent.config()))?, None)?;
+            let child = Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())?;
             let (own, made) = (Arc::clone(parent), Arc::clone(&child));
             let act = move || own.deriving(&made, || derive::split(&own, &made, (color, key)));
             if color == derive::NO_COLOR {
@@ -298,7 +298,7 @@ calls! {
             }
             gone.sort_unstable();
             gone.dedup();
-            let child = Comm::new(Config::read(&config, Some(parent.config()))?, None)?;
+            let child = Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())?;
             if flags == 1 {
                 parent.stop("ncclCommShrink was called with NCCL_SHRINK_ABORT");
             }
@@ -334,7 +334,7 @@ calls! {
             };
             if comm == Address::of(0) {
                 let id = id.ok_or_else(|| Error::argument("uniqueId is NULL, but new ranks need one"))?;
-                return join(&new, (count, rank), &id, Config::read(&config, None)?, None);
+                return join(&new, (count, rank), &id, Config::read(&config, None)?);
             }
             on(comm, |parent| {
                 let communicator = parent.usable()?;
@@ -351,7 +351,7 @@ calls! {
                     )));
                 }
                 let id = id.map(|id| id.parse()).transpose()?;
-                let child = Comm::new(Config::read(&config, Some(parent.config()))?, None)?;
+                let child = Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())?;
                 let (own, made) = (Arc::clone(parent), Arc::clone(&child));
                 publish(&new, "newcomm", &child, || {
                     group::manage(parent, Some(Arc::clone(&child)), move || {

@@ -2,23 +2,22 @@
 
 use std::sync::Arc;
 
-use crossweft_hal::Device;
-
 use super::{calls, grouped, on, success};
+use crate::devices::Place;
 use crate::pointer::{Address, Out};
 use crate::status::Error;
 use crate::window::Window;
-use crate::{group, settings, table};
+use crate::{group, table};
 
 calls! {
     /// Zeroed memory that other ranks can reach once it is a window.
     fn ncclMemAlloc(place: Out<Address>, bytes: usize) {
         place.check("ptr")?;
-        settings::check_device()?;
+        let device = Place::current()?.device;
         if bytes == 0 {
             return place.set("ptr", Address::of(0)).map(success);
         }
-        let memory = Device::Cpu.allocate(bytes as u64)?;
+        let memory = device.allocate(bytes as u64)?;
         place.set("ptr", table::keep(memory)).map(success)
     }
 
@@ -29,7 +28,7 @@ calls! {
         Ok(success(()))
     }
 
-    /// Local. Buffers anywhere work as well and as fast on host memory, so a registered one is only remembered.
+    /// Local. Buffers anywhere work as well, so a registered one is only remembered.
     fn ncclCommRegister(comm: Address, buffer: Address, bytes: usize, handle: Out<Address>) {
         on(comm, |comm| {
             handle.check("handle")?;
@@ -67,7 +66,7 @@ calls! {
         on(comm, |comm| {
             let forgotten = table::window_of(comm, window)?;
             table::remove_window(comm, window);
-            comm.with_engine(|engine| engine.forget(&forgotten))
+            comm.with_engine(|engine| engine.forget(&forgotten))?
         })
         .map(success)
     }

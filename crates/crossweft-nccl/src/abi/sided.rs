@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Stream, calling, calls, unsigned};
-use crate::call::{Call, bytes_of, data_type};
+use crate::call::{Call, OneSidedCall, bytes_of, data_type};
 use crate::comm::Comm;
 use crate::pointer::{Address, In, RecvBuffer, SendBuffer};
 use crate::status::Error;
@@ -53,7 +53,7 @@ calls! {
 
     fn ncclPutSignal(
         local: SendBuffer, count: usize, dtype: i32, peer: i32, window: Address, offset: usize,
-        signal: i32, context: i32, flags: u32, comm: Address, _stream: Stream,
+        signal: i32, context: i32, flags: u32, comm: Address, stream: Stream,
     ) {
         calling(comm, |comm| {
             only_zero(&[("sigIdx", signal), ("ctx", context), ("flags", flags.cast_signed())])?;
@@ -63,25 +63,28 @@ calls! {
             window.memory()?;
             window.check(offset as u64, bytes as u64)?;
             let data = local.bytes("localbuff", bytes)?;
-            group::call(comm, Call::Put(peer, data, window, offset as u64))
+            let put = OneSidedCall::Put(peer, data, window, offset as u64);
+            group::call(comm, Call::OneSided(put, stream.number()))
         })
     }
 
-    fn ncclSignal(peer: i32, signal: i32, context: i32, flags: u32, comm: Address, _stream: Stream) {
+    fn ncclSignal(peer: i32, signal: i32, context: i32, flags: u32, comm: Address, stream: Stream) {
         calling(comm, |comm| {
             only_zero(&[("sigIdx", signal), ("ctx", context), ("flags", flags.cast_signed())])?;
-            group::call(comm, Call::Signal(rank_of(comm, peer)?))
+            let signal = OneSidedCall::Signal(rank_of(comm, peer)?);
+            group::call(comm, Call::OneSided(signal, stream.number()))
         })
     }
 
-    fn ncclWaitSignal(count: i32, signals: In<[i32; 4]>, comm: Address, _stream: Stream) {
+    fn ncclWaitSignal(count: i32, signals: In<[i32; 4]>, comm: Address, stream: Stream) {
         calling(comm, |comm| {
             comm.usable()?;
             let count = unsigned("nDesc", count)? as usize;
             let mut waits = Vec::new();
             for [number, peer, signal, context] in signals.read("signalDescs", count)? {
                 only_zero(&[("sigIdx", signal), ("ctx", context)])?;
-                waits.push(Call::Wait(rank_of(comm, peer)?, unsigned("opCnt", number)?));
+                let wait = OneSidedCall::Wait(rank_of(comm, peer)?, unsigned("opCnt", number)?);
+                waits.push(Call::OneSided(wait, stream.number()));
             }
             group::calls(comm, waits)
         })

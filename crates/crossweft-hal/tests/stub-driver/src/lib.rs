@@ -303,6 +303,16 @@ driver! {
         0
     }
 
+    fn cuCtxGetDevice(device: *mut c_int) |state| {
+        match CURRENT.with_borrow(|stack| stack.last().copied()) {
+            Some(context) => {
+                *device = (context - 0x100) as c_int;
+                0
+            }
+            None => INVALID_CONTEXT,
+        }
+    }
+
     fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) |_state| {
         *least = 0;
         *greatest = -5;
@@ -314,6 +324,14 @@ driver! {
     }
     fn cuStreamIsCapturing(stream: Handle, status: *mut c_int) |state| {
         *status = state.setting("capturing", 0) as c_int;
+        0
+    }
+    fn cuStreamGetCaptureInfo_v2(
+        stream: Handle, status: *mut c_int, id: *mut c_ulonglong, graph: *mut Handle, nodes: *mut Handle,
+        count: *mut usize
+    ) |state| {
+        *status = state.setting("capturing", 0) as c_int;
+        *id = 77;
         0
     }
     fn cuStreamEndCapture(stream: Handle, graph: *mut usize) |state| {
