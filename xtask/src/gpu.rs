@@ -15,11 +15,14 @@ const TESTS: &[(&str, &str)] = &[
     ("crossweft-collective", "cuda"),
     ("crossweft-collective", "cuda_norm"),
     ("crossweft-collective", "cuda_exchange"),
+    ("crossweft-nccl", "cuda_nccl"),
     ("crossweft-collective", "cuda_speed"),
     ("crossweft-moe", "moe_cuda"),
 ];
 /// Programs that go with them.
 const PROGRAMS: &[&str] = &["crossweft-cli", "custom-kernel-cuda", "custom-kernel-rust"];
+/// NCCL's library, and what runs PyTorch on it.
+const NCCL: [&str; 2] = ["libcrossweft_nccl.so", "torch_cuda.py"];
 /// What `cargo xtask header` leaves in `target/header`.
 const PTX: &[&str] = &["interop.ptx", "interop.sm_90.ptx", "kernel.ptx"];
 
@@ -62,6 +65,15 @@ pub(crate) fn bundle(here: bool) -> Result<(), String> {
             &bundle.join(name),
         )?;
     }
+    let mut build = cargo();
+    run(build.args(["build", "--release", "--package", "crossweft-nccl"]))?;
+    let [library, torch] = NCCL;
+    install(
+        &root().join("target/release").join(library),
+        &bundle.join(library),
+    )?;
+    let from = root().join("crates/crossweft-nccl/tests").join(torch);
+    fs::copy(&from, bundle.join(torch)).map_err(failed(&from))?;
     let script = bundle.join("run.sh");
     fs::write(&script, SCRIPT).map_err(failed(&script))?;
     eprintln!(
@@ -139,7 +151,7 @@ step() { # name, seconds it may take, command
     {\"name\": \"$name\", \"outcome\": \"$outcome\", \"seconds\": $((end - begin))}"
 }
 step doctor 60 ./crossweft doctor
-for test in cuda_device channels_cuda interop_cuda cuda cuda_norm cuda_exchange moe_cuda; do
+for test in cuda_device channels_cuda interop_cuda cuda cuda_norm cuda_exchange moe_cuda cuda_nccl; do
     step "$test" 600 "./$test" --nocapture --test-threads 1
 done
 # Once more with what newer GPUs have; older ones cannot load it.
@@ -161,6 +173,9 @@ if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1
         step "bench_$call" 120 ./crossweft bench $call --device cuda --threads --ranks 4 --max 4M --buffers private \
             --timeout 10
     done
+    if python3 -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null; then
+        step torch_nccl 300 python3 torch_cuda.py libcrossweft_nccl.so
+    fi
     step custom-kernel-rust 60 ./custom-kernel-rust cuda
     [ -e kernel.ptx ] && step custom-kernel-cuda 60 ./custom-kernel-cuda kernel.ptx
     if [ $# -gt 0 ]; then

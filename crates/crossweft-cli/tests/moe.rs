@@ -164,7 +164,6 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
     fs::write(&file, "0 1\n2\n").unwrap();
     let ragged = format!("--routing file:{}", file.display());
     for (arguments, words) in [
-        ("--device cuda", "run on the cpu so far; use --device cpu"),
         ("--dtype i32", "tokens are bf16, f16 or f32"),
         (
             "--hidden 7",

@@ -265,7 +265,7 @@ impl AllReduceRmsNorm {
             .map_or(Ok(()), PreparedCollective::check)
     }
 
-    /// Ends the waits of all launches on a CUDA device, as [`Prepared::end_waits`] does.
+    /// Ends the waits of all launches on a CUDA device, as `Prepared::end_waits` does.
     pub fn end_waits(&self) {
         if let Machine::Cuda(norm) = &self.machine {
             norm.end_waits();

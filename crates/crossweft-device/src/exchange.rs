@@ -133,6 +133,10 @@ impl Lanes {
     /// How many lanes a message of `bytes` bytes takes.
     #[must_use]
     pub const fn of(self, bytes: u64) -> u32 {
+        // Most are small, and divisions take long.
+        if self.count == 1 || bytes < self.step {
+            return 1;
+        }
         let lanes = 1 + bytes / self.step;
         if lanes < self.count as u64 {
             lanes as u32

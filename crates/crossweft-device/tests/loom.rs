@@ -1512,7 +1512,8 @@ impl Moe {
             None => true,
             Some(line) => matches!(line % 4, 0 | 1),
         });
-        let is_atomic = |word| word >= MARKS || word >= STATE && (word - STATE).is_multiple_of(8);
+        let is_atomic =
+            |word: u64| word >= MARKS || word >= STATE && (word - STATE).is_multiple_of(8);
         let tables = (0..MOE_TABLES).map(is_atomic);
         LoomMemory::mixed(
             shared

@@ -75,10 +75,10 @@ const LINES_FROM: u64 = 192 << 10;
 pub(crate) fn has_lines(plan: &Plan, max_bytes: u64) -> bool {
     // Slots of one chunk, behind nothing else, are aligned and large enough.
     let packets_alone = plan.chunks == 1 && plan.scratch_bytes(max_bytes) == Some((0, 0));
-    let ranks = 0..plan.ranks.len() as u32;
-    max_bytes >= LINES_FROM
-        && packets_alone
-        && ranks.into_iter().all(|rank| one_shot(plan, rank).is_some())
+    let mut ranks = 0..plan.ranks.len() as u32;
+    // Of one input for all: lines that scatter have no kernel.
+    let is_whole = |rank| one_shot(plan, rank).is_some_and(|found| found.form == Form::OneShot);
+    max_bytes >= LINES_FROM && packets_alone && ranks.all(is_whole)
 }
 
 /// The form in which a GPU runs `rank`'s part of `plan` in one piece, by a kernel of its own instead of the
@@ -608,7 +608,7 @@ impl Parser<'_> {
         let second_wait = self.at as u32;
         let hears = self.wait();
         found.meeting = Meeting {
-            meets: u32::from(tells) * TELLS | u32::from(hears) * HEARS_END,
+            meets: (u32::from(tells) * TELLS) | (u32::from(hears) * HEARS_END),
             channels: self.own.len() as u32,
             first: sends.len() as u32,
             first_wait: 0,
@@ -745,6 +745,37 @@ mod tests {
         for (i, change) in spoilt.into_iter().enumerate() {
             assert_eq!(one_shot(&plan(change), 0), None, "change {i}");
         }
+    }
+
+    /// Everybody sends another block to each: packets, whatever the size.
+    #[test]
+    fn reduce_scatters_take_no_lines() {
+        let mut builder = Builder::new("scatter", Collective::ReduceScatter, 2, 1, 1);
+        builder = builder.packets(2, PacketType::Ll16);
+        for rank in 0..2 {
+            let (peer, chunks) = (1 - rank, Chunks::new(0, 1));
+            let block = |block| Operand::new(rank, Buffer::Input, block);
+            let came = Operand::new(rank, Buffer::Packets, peer);
+            builder
+                .at(rank, 0)
+                .transfer(
+                    chunks,
+                    block(peer),
+                    vec![Operand::new(peer, Buffer::Packets, rank)],
+                )
+                .reduce_last(
+                    chunks,
+                    vec![block(rank), came],
+                    vec![Operand::new(rank, Buffer::Output, 0)],
+                );
+        }
+        let scatter = builder.finish().expect("a sound plan");
+        let found = one_shot(&scatter, 1).expect("a one-shot");
+        assert_eq!(found.form, Form::OneShotScatter);
+        assert_eq!(found.origins, [Operand::new(1, Buffer::Input, 0)]);
+        assert!(!has_lines(&scatter, 1 << 20));
+        assert!(has_lines(&plan(|_| ()), 1 << 20));
+        assert!(!has_lines(&plan(|_| ()), 1 << 10));
     }
 
     /// Two ranks, two blocks each; `change` may spoil it.

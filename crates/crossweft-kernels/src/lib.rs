@@ -394,7 +394,7 @@ pub mod moe {
     ];
 }
 
-/// Entry points of [`norm_module`]. Thread blocks have [`threads_of`] threads.
+/// Entry points of [`norm_module`]. Thread blocks have [`threads_of`](norm::threads_of) threads.
 pub mod norm {
     use crossweft_device::DataType;
     pub use crossweft_device::gpu::norm::{MOST_THREADS, threads_of};

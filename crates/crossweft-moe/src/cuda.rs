@@ -251,11 +251,13 @@ impl Group {
     pub fn handle_on_device(self: &Arc<Self>, layout: Layout) -> Result<Handle, MoeError> {
         self.launcher()?;
         self.output_shape(layout, Format::Plain, self.options().top_k)?;
-        let pass = PassTables::new(
-            self.endpoint(),
-            self.tables().geometry(),
-            (layout, self.options().blocks),
-        )?;
+        let geometry = self.tables().geometry();
+        let blocks = self.options().blocks;
+        let mut pass = PassTables::new(self.endpoint(), geometry, (layout, blocks))?;
+        // Room is asked for before the first dispatch says how many experts tokens have.
+        let most = (0, geometry.top_k);
+        pass.resize(geometry, most)
+            .map_err(|reason| self.usage(reason))?;
         Ok(Handle::new(Arc::clone(self), layout, pass))
     }
 
@@ -356,6 +358,17 @@ impl Handle {
         let all = steps::ROUTE | steps::SEND | steps::COUNT | steps::RECEIVE;
         // SAFETY: the caller's promise.
         unsafe { self.launch_dispatch(stream, &what, format, all) }
+    }
+
+    /// The next dispatch is of another routing; until then there is nothing to combine.
+    ///
+    /// # Errors
+    /// [`MoeError::Usage`] if a call was sent and not completed.
+    pub fn route_on_device(&mut self) -> Result<(), MoeError> {
+        self.can_dispatch()?;
+        self.state = State::Routed;
+        self.is_counted = false;
+        Ok(())
     }
 
     /// Sends this rank's tokens, in the order of `stream`; returns at once. The tokens may be changed when the launch

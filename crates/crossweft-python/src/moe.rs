@@ -592,6 +592,17 @@ pub(crate) struct Pass {
 }
 
 impl Pass {
+    /// The most room that a dispatch of this routing takes, which a handle on a device does not know before.
+    pub(crate) fn shape(&self, format: Format) -> Result<OutputShape, MoeError> {
+        match &self.routed {
+            Some(routed) => {
+                let group = self.core.group();
+                group.output_shape(self.core.layout(), format, routed.top_k)
+            }
+            None => self.core.output_shape(format),
+        }
+    }
+
     /// Where its tokens go.
     pub(crate) fn routed(&self) -> PyResult<&Routed> {
         let routed = self.routed.as_ref();
@@ -687,10 +698,11 @@ impl MoeHandle {
     ) -> PyResult<()> {
         let routed = Routed::new(self.site(), experts, top_k, weights)?;
         let mut pass = self.pass()?;
-        if self.site() == Site::Host {
-            let done = pass.core.route(&routed.routing());
-            done.map_err(|error| self.failed(&error))?;
-        }
+        let done = match self.site() {
+            Site::Host => pass.core.route(&routed.routing()),
+            Site::Cuda(_) => pass.core.route_on_device(),
+        };
+        done.map_err(|error| self.failed(&error))?;
         pass.tokens = routed.tokens();
         pass.routed = Some(routed);
         Ok(())
@@ -699,7 +711,7 @@ impl MoeHandle {
     /// The most room that a dispatch takes.
     #[pyo3(signature = (*, scales = None))]
     fn output_shape(&self, scales: Option<&str>) -> PyResult<(u64, u64, u64, u32)> {
-        let found = self.pass()?.core.output_shape(format(scales)?);
+        let found = self.pass()?.shape(format(scales)?);
         found
             .map(|found| shape(&found))
             .map_err(|error| self.group.get().failed(&error))

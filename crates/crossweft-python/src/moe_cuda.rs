@@ -137,7 +137,7 @@ impl MoeHandle {
 
     pub(crate) fn dispatch_on_device(&self, tokens: &Sent, room: &Received) -> PyResult<()> {
         self.launch(&tokens.tokens, |pass, stream| {
-            let shape = pass.core.output_shape(tokens.format());
+            let shape = pass.shape(tokens.format());
             let shape = shape.map_err(|error| self.failed(&error))?;
             let (routing, output) = (routing(pass.routed()?)?, output(room, &shape)?);
             let sent = sent(tokens, pass.tokens, self.sizes())?;
@@ -160,7 +160,7 @@ impl MoeHandle {
 
     pub(crate) fn dispatch_complete_on_device(&self, room: &Received) -> PyResult<()> {
         self.launch(&room.tokens, |pass, stream| {
-            let shape = pass.core.output_shape(pass.format);
+            let shape = pass.shape(pass.format);
             let shape = shape.map_err(|error| self.failed(&error))?;
             let output = output(room, &shape)?;
             // SAFETY: as for a dispatch.
@@ -174,7 +174,7 @@ impl MoeHandle {
         let rows = match pass.core.counts() {
             Ok(counts) => counts.rows(),
             Err(_) => {
-                let shape = pass.core.output_shape(Format::Plain);
+                let shape = pass.shape(Format::Plain);
                 shape.map_err(|error| self.failed(&error))?.rows
             }
         };

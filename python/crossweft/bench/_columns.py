@@ -200,7 +200,7 @@ class CrossweftNccl(Column):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         if machine.device.type != "cpu":
-            raise LeftOut("the library works on host memory only so far")
+            raise LeftOut("this benchmark calls it on host memory only; on GPUs preload it, docs/nccl.md")
         # Else it declines, lest pointers of GPUs be taken for the host's.
         os.environ.setdefault("CROSSWEFT_DEVICE", "cpu")
         try:

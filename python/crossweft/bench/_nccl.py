@@ -1,4 +1,4 @@
-"""Libraries with NCCL's C interface, by ctypes: NCCL itself on CUDA devices, crossweft's on host memory."""
+"""Libraries with NCCL's C interface, by ctypes: NCCL itself on CUDA devices, here crossweft's on host memory."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..torch._dtypes import reduce_op
-from ._communicator import ACTIVATIONS, EngineCommunicator, gather
+from ._communicator import EngineCommunicator, gather
 from ._plugin import UnsupportedEngine, asked_for, check_contract, check_signature, check_version, refuse
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ _CHOICES = {
     "mscclpp": ("mscclpp",),
     "all": ("custom", "mscclpp"),
 }
+#: Element types for which SGLang asks its MSCCL++ communicator.
+ASKED_FOR = (torch.bfloat16, torch.float16, torch.float32)
 _COMMUNICATORS = "sglang.srt.distributed.device_communicators"
 #: What SGLang calls of a custom all-reduce, and of its MSCCL++ communicator.
 CUSTOM_CONTRACT = ("should_custom_ar", "custom_all_reduce", "capture", "close")
@@ -289,7 +291,7 @@ class MscclppCommunicator:
         ours = self.crossweft
         if self.disabled or ours is None or collective not in self.collectives:
             return None
-        if tensor.dtype not in ACTIVATIONS:
+        if tensor.dtype not in ASKED_FOR:
             ours._counts.refuse(operation, f"SGLang does not ask this communicator for elements of {tensor.dtype}")
             return None
         return ours

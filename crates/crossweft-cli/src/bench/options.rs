@@ -316,7 +316,7 @@ impl Bench {
         }
         if self.overwrites(algorithm) {
             let reason = "blocks would overwrite each other";
-            return Err(format!("--algorithm direct, but --in-place: {reason}"));
+            return Err(format!("--algorithm {algorithm}, but --in-place: {reason}"));
         }
         Ok(())
     }

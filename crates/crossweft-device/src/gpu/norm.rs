@@ -428,7 +428,7 @@ unsafe fn sum<B: Block>(
 /// read backwards.
 ///
 /// A function of its own, and of numbers alone, as are the others that exchange: see
-/// [`barrier_max`](super::machine::barrier_max) for the reason.
+/// `barrier_max` for the reason.
 #[inline(never)]
 #[allow(
     clippy::too_many_arguments,

@@ -22,7 +22,7 @@ pub enum Quantise {
     /// Elements, and scales if there are any, are sent as they are.
     #[default]
     No = 0,
-    /// To E4M3 with a scale of type f32 for each [`GROUP`](super::GROUP) elements.
+    /// To E4M3 with a scale of type f32 for each [`GROUP`] elements.
     F32 = 1,
     /// The same, with powers of two.
     PowersOfTwo = 2,

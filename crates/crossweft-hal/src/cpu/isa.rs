@@ -200,7 +200,8 @@ mod tests {
             let to = out.as_mut_ptr() as u64;
             let mut grid = Grid::new(1, Schedule::RoundRobin).unwrap();
             let launched = grid.launch(&context, &|block, _| {
-                let terms = (terms.len() as u32, |k: u32| terms[k as usize]);
+                let most = u32::try_from(count).unwrap();
+                let terms = (most, |k: u32| terms[k as usize]);
                 // SAFETY: inputs and output have as many elements and are nobody else's.
                 unsafe { leaves.sum(block, to, terms, ELEMENTS as u64) };
                 Ok(())
