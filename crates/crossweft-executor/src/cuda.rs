@@ -219,18 +219,8 @@ impl CudaLauncher {
 /// How many threads, at most `most`, the blocks of `kernel` can have so that `needed` blocks are resident at
 /// once.
 fn resident_threads(kernel: &Kernel, most: u32, needed: u64) -> Result<u32, Unfit> {
-    let mut fits = 0;
-    let mut threads = most;
-    loop {
-        fits = kernel.max_resident_blocks(threads, 0)?.max(fits);
-        if u64::from(fits) >= needed {
-            return Ok(threads);
-        }
-        if threads == 32 {
-            return Err(Unfit::Residency { resident: fits });
-        }
-        threads = (threads / 2).max(32) / 32 * 32;
-    }
+    Kernel::resident_threads(&[kernel], most, needed)?
+        .map_err(|resident| Unfit::Residency { resident })
 }
 
 /// Calls of a prepared plan, recorded into a CUDA graph; for measuring, and for whatever runs the same

@@ -268,7 +268,11 @@ impl Fused {
             }
         };
         let aligned = |place: &Place| at(place).is_multiple_of(GRANULE);
-        let mut places = self.targets.iter().chain(&self.sources);
+        let mut places = self
+            .targets
+            .iter()
+            .chain(&self.sources)
+            .chain(&self.origins);
         if !lines && !places.all(aligned) {
             return None;
         }
@@ -327,9 +331,6 @@ impl Fused {
                 };
                 if self.form != Form::OneShotScatter {
                     return Some(Parameter::OneShot(launch));
-                }
-                if !self.origins.iter().all(aligned) {
-                    return None;
                 }
                 let origin = table(&self.origins, at);
                 Parameter::OneShotScatter(OneShotScatter { launch, origin })

@@ -12,8 +12,9 @@ use crossweft_hal::HalError;
 use crossweft_hal::cpu::SharedMemory;
 use crossweft_hal::cuda::{
     Argument, Cache, CompileOptions, Context, CudaError, DeviceMemory, Driver, Event,
-    ForeignExport, ForeignMemory, MemoryOptions, Module, Multicast, PinnedMemory, PointerKind,
-    PrivateMemory, Reach, Shape, ShareHandle, Stream, Version, detect_with, probe_peers,
+    ForeignExport, ForeignMemory, Kernel, MemoryOptions, Module, Multicast, PinnedMemory,
+    PointerKind, PrivateMemory, Reach, Shape, ShareHandle, Stream, Version, detect_with,
+    probe_peers,
 };
 
 /// A copy of the stub, so that each test has one of its own.
@@ -474,6 +475,9 @@ fn kernels_are_touched_before_they_are_launched() {
     assert_eq!(kernel.attributes().registers, 32);
     assert_eq!(kernel.max_active_blocks(256, 0).unwrap(), 2);
     assert_eq!(kernel.max_resident_blocks(256, 0).unwrap(), 264);
+    let resident = |needed| Kernel::resident_threads(&[&kernel, &kernel], 384, needed);
+    assert_eq!(resident(264).unwrap(), Ok(384));
+    assert_eq!(resident(265).unwrap(), Err(264));
     assert_eq!(
         kernel.parameter_bytes().unwrap(),
         None,

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use crossweft_channel::KernelGuard;
 use crossweft_device::DataType;
-use crossweft_device::gpu::WARP;
 use crossweft_device::moe::combine::{self, Weighting};
 use crossweft_device::moe::dispatch::{self, Choices, Quantise};
 use crossweft_device::moe::{COMPLETED, Call, Phase, SENT};
@@ -53,8 +52,7 @@ impl Launcher {
         dtype: DataType,
         (blocks, sharers): (u32, u32),
     ) -> Result<Self, Unfit> {
-        let device = context.device().properties()?;
-        let sm = device.compute.0 * 10 + device.compute.1;
+        let sm = context.device().sm()?;
         let incapable = || CudaError::Incapable {
             device: context.ordinal(),
             what: "dispatch and combine",
@@ -74,22 +72,13 @@ impl Launcher {
             loaded.kernel(entries.combine)?,
         );
         let needed = u64::from(blocks) * u64::from(sharers);
-        let mut threads = MAX_THREADS;
-        loop {
-            let resident = dispatch
-                .max_resident_blocks(threads, 0)?
-                .min(combine.max_resident_blocks(threads, 0)?);
-            if u64::from(resident) >= needed {
-                break;
-            }
-            if threads == WARP {
-                return Err(Unfit::Usage(format!(
-                    "{blocks} thread blocks for each of {sharers} ranks on one device, which holds {resident} at once; \
-                     use fewer"
-                )));
-            }
-            threads = (threads / 2).max(WARP) / WARP * WARP;
-        }
+        let threads = Kernel::resident_threads(&[&dispatch, &combine], MAX_THREADS, needed)?;
+        let threads = threads.map_err(|resident| {
+            Unfit::Usage(format!(
+                "{blocks} thread blocks for each of {sharers} ranks on one device, which holds {resident} at once; \
+                 use fewer"
+            ))
+        })?;
         Ok(Self {
             dispatch,
             combine,

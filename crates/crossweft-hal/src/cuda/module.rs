@@ -338,6 +338,9 @@ pub struct Kernel {
     attributes: Attributes,
 }
 
+/// Threads of a warp.
+const WARP: u32 = 32;
+
 impl Kernel {
     /// Its name.
     #[must_use]
@@ -433,6 +436,33 @@ impl Kernel {
         let multiprocessors = device.attribute(DeviceAttribute::Multiprocessors)?;
         let each = self.max_active_blocks(threads, shared_bytes)?;
         Ok(each.saturating_mul(multiprocessors))
+    }
+
+    /// How many threads, at most `most`, blocks of any of `kernels` can have so that `needed` of them are resident at once;
+    /// or else, as an inner error, how many are at most. Halves the threads, in whole warps, until they fit.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn resident_threads(
+        kernels: &[&Self],
+        most: u32,
+        needed: u64,
+    ) -> Result<Result<u32, u32>, CudaError> {
+        let (mut threads, mut fits) = (most, 0);
+        loop {
+            let mut resident = u32::MAX;
+            for kernel in kernels {
+                resident = resident.min(kernel.max_resident_blocks(threads, 0)?);
+            }
+            fits = resident.max(fits);
+            if u64::from(fits) >= needed {
+                return Ok(Ok(threads));
+            }
+            if threads <= WARP {
+                return Ok(Err(fits));
+            }
+            threads = (threads / 2).max(WARP) / WARP * WARP;
+        }
     }
 
     /// Launches it in `stream`'s order. Does not block, unless the stream's queue is full.
