@@ -5,7 +5,7 @@ use core::mem::offset_of;
 use crossweft_device::gpu::block::GpuBlock;
 #[allow(unused_imports)]
 use crossweft_device::gpu::fused::{Tables, hop, one_shot, one_shot_lines, two_shot};
-use crossweft_device::gpu::machine::block_x;
+use crossweft_device::gpu::machine::{block_x, follow, precede};
 #[allow(unused_imports)]
 use crossweft_device::gpu::{Hop, OneShot, OneShotScatter, TwoShot};
 use crossweft_device::{Memory, Raw};
@@ -102,9 +102,11 @@ macro_rules! entry {
                     origin: $origin,
                 };
                 let own = &launch $(. $inner)?;
-                // On its way while all else is made ready.
-                let epoch = Raw.load(own.counters.epoch);
                 let block = GpuBlock::<Here>::open(&own.context, own.rank);
+                // What came before may still be ending; only one launch is ahead of it.
+                follow();
+                precede();
+                let epoch = Raw.load(own.counters.epoch);
                 if $run(&block, own, &tables, (block_x(), epoch)).is_err() {
                     stop(own.counters.epoch);
                 }
@@ -130,33 +132,33 @@ macro_rules! fused {
 use crossweft_device::element::{Bf16, F8E4M3, F8E5M2, F16};
 
 fused! {
-    "i8", i8, crossweft_one_shot_i8, crossweft_one_shot_scatter_i8,
+    "fused_i8", i8, crossweft_one_shot_i8, crossweft_one_shot_scatter_i8,
         crossweft_one_shot_lines_i8, crossweft_two_shot_i8;
-    "u8", u8, crossweft_one_shot_u8, crossweft_one_shot_scatter_u8,
+    "fused_u8", u8, crossweft_one_shot_u8, crossweft_one_shot_scatter_u8,
         crossweft_one_shot_lines_u8, crossweft_two_shot_u8;
-    "i16", i16, crossweft_one_shot_i16, crossweft_one_shot_scatter_i16,
+    "fused_i16", i16, crossweft_one_shot_i16, crossweft_one_shot_scatter_i16,
         crossweft_one_shot_lines_i16, crossweft_two_shot_i16;
-    "u16", u16, crossweft_one_shot_u16, crossweft_one_shot_scatter_u16,
+    "fused_u16", u16, crossweft_one_shot_u16, crossweft_one_shot_scatter_u16,
         crossweft_one_shot_lines_u16, crossweft_two_shot_u16;
-    "i32", i32, crossweft_one_shot_i32, crossweft_one_shot_scatter_i32,
+    "fused_i32", i32, crossweft_one_shot_i32, crossweft_one_shot_scatter_i32,
         crossweft_one_shot_lines_i32, crossweft_two_shot_i32;
-    "u32", u32, crossweft_one_shot_u32, crossweft_one_shot_scatter_u32,
+    "fused_u32", u32, crossweft_one_shot_u32, crossweft_one_shot_scatter_u32,
         crossweft_one_shot_lines_u32, crossweft_two_shot_u32;
-    "i64", i64, crossweft_one_shot_i64, crossweft_one_shot_scatter_i64,
+    "fused_i64", i64, crossweft_one_shot_i64, crossweft_one_shot_scatter_i64,
         crossweft_one_shot_lines_i64, crossweft_two_shot_i64;
-    "u64", u64, crossweft_one_shot_u64, crossweft_one_shot_scatter_u64,
+    "fused_u64", u64, crossweft_one_shot_u64, crossweft_one_shot_scatter_u64,
         crossweft_one_shot_lines_u64, crossweft_two_shot_u64;
-    "f16", F16, crossweft_one_shot_f16, crossweft_one_shot_scatter_f16,
+    "fused_f16", F16, crossweft_one_shot_f16, crossweft_one_shot_scatter_f16,
         crossweft_one_shot_lines_f16, crossweft_two_shot_f16;
-    "bf16", Bf16, crossweft_one_shot_bf16, crossweft_one_shot_scatter_bf16,
+    "fused_bf16", Bf16, crossweft_one_shot_bf16, crossweft_one_shot_scatter_bf16,
         crossweft_one_shot_lines_bf16, crossweft_two_shot_bf16;
-    "f32", f32, crossweft_one_shot_f32, crossweft_one_shot_scatter_f32,
+    "fused_f32", f32, crossweft_one_shot_f32, crossweft_one_shot_scatter_f32,
         crossweft_one_shot_lines_f32, crossweft_two_shot_f32;
-    "f64", f64, crossweft_one_shot_f64, crossweft_one_shot_scatter_f64,
+    "fused_f64", f64, crossweft_one_shot_f64, crossweft_one_shot_scatter_f64,
         crossweft_one_shot_lines_f64, crossweft_two_shot_f64;
-    "f8e4m3", F8E4M3, crossweft_one_shot_f8e4m3, crossweft_one_shot_scatter_f8e4m3,
+    "fused_f8e4m3", F8E4M3, crossweft_one_shot_f8e4m3, crossweft_one_shot_scatter_f8e4m3,
         crossweft_one_shot_lines_f8e4m3, crossweft_two_shot_f8e4m3;
-    "f8e5m2", F8E5M2, crossweft_one_shot_f8e5m2, crossweft_one_shot_scatter_f8e5m2,
+    "fused_f8e5m2", F8E5M2, crossweft_one_shot_f8e5m2, crossweft_one_shot_scatter_f8e5m2,
         crossweft_one_shot_lines_f8e5m2, crossweft_two_shot_f8e5m2;
 }
 

@@ -15,7 +15,7 @@ mod bench;
 mod channel;
 #[cfg(family = "exchange")]
 mod exchange;
-#[cfg(any(family = "hop", family = "norm", family = "plan"))]
+#[cfg(any(family = "fused", family = "norm"))]
 #[macro_use]
 mod fused;
 #[cfg(family = "moe")]

@@ -54,7 +54,7 @@ pub(crate) fn build(names: &[&str]) -> Result<(), String> {
     )?;
     fs::create_dir_all(folder()).map_err(|e| format!("xtask: {}: {e}", folder().display()))?;
     let meant = |module: &&Module| names.is_empty() || names.iter().any(|name| is(module, name));
-    for module in MODULES.iter().filter(meant) {
+    for module in in_turn().filter(meant) {
         let text = compiler.compile(module)?;
         fs::write(path(module), &text).map_err(|e| format!("xtask: {}: {e}", module.name))?;
         eprintln!(
@@ -83,7 +83,7 @@ pub(crate) fn check() -> Result<(), String> {
     match Compiler::find()? {
         None => eprintln!("xtask: no compiler for PTX: not rebuilt"),
         Some(compiler) => {
-            for module in MODULES {
+            for module in in_turn() {
                 let header = compiler.header(module);
                 let made_by = header.lines().nth(1).unwrap_or_default();
                 if !module.ptx.contains(made_by) {
@@ -117,6 +117,13 @@ pub(crate) fn table() -> Result<(), String> {
         true => sass::write(),
         false => Err(format!("xtask: kernels:\n  {}", problems.join("\n  "))),
     }
+}
+
+/// All modules, those of one architecture after those of another: for each in turn, the core library is compiled anew.
+fn in_turn() -> impl Iterator<Item = &'static Module> {
+    let mut modules: Vec<_> = MODULES.iter().collect();
+    modules.sort_by_key(|module| module.sm);
+    modules.into_iter()
 }
 
 fn folder() -> PathBuf {

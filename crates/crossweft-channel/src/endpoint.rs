@@ -26,6 +26,8 @@ pub struct Endpoint {
     device: Device,
     /// Ranks that compute on the same device as this one, itself included.
     sharers: u32,
+    /// See [`waiting_blocks`](Self::waiting_blocks).
+    waiting_blocks: u32,
     /// See [`keeps_lines`](Self::keeps_lines).
     keeps_lines: bool,
     registry: Arc<Registry>,
@@ -103,6 +105,7 @@ impl Endpoint {
         let what = "setting up the endpoints";
         let Surroundings {
             sharers,
+            waiting_blocks,
             cores,
             keeps_lines,
         } = look_around(&group, &device, what, deadline)?;
@@ -141,6 +144,7 @@ impl Endpoint {
             group,
             device,
             sharers,
+            waiting_blocks,
             keeps_lines,
             registry: Arc::default(),
             next_key: AtomicU64::new(1),
@@ -284,6 +288,15 @@ impl Endpoint {
     #[must_use]
     pub fn sharers(&self) -> u32 {
         self.sharers
+    }
+
+    /// Thread blocks that each rank should have waiting for others at most, the same on every rank: any number where each rank
+    /// has a GPU to itself. Where ranks share one, so few that whole multiprocessors stay free: what a rank that is behind
+    /// has to run first (a kernel of other shape, of the user's, or of an earlier call) would else find no room beside
+    /// blocks of others that wait for it.
+    #[must_use]
+    pub fn waiting_blocks(&self) -> u32 {
+        self.waiting_blocks
     }
 
     /// Whether 128 bytes that one instruction of a warp writes arrive together in every rank's memory
@@ -476,6 +489,8 @@ impl CallLine {
 struct Surroundings {
     /// How many compute on the same device.
     sharers: u32,
+    /// See [`Endpoint::waiting_blocks`].
+    waiting_blocks: u32,
     /// Cores that those of this host may use between them.
     cores: usize,
     /// See [`Endpoint::keeps_lines`].
@@ -489,18 +504,24 @@ fn look_around(
     what: &str,
     deadline: Instant,
 ) -> Result<Surroundings, ChannelError> {
-    let name = match device {
+    let (name, multiprocessors) = match device {
         Device::Cuda(context) => {
-            let uuid = context.device().uuid();
-            uuid.map_err(|e| ChannelError::memory(what)(e.into()))?
-                .to_string()
+            let asked = |device: &cuda::Device| Ok((device.uuid()?, device.multiprocessors()?));
+            let (uuid, multiprocessors) = asked(context.device())
+                .map_err(|e: CudaError| ChannelError::memory(what)(e.into()))?;
+            (uuid.to_string(), multiprocessors)
         }
-        _ => String::new(),
+        _ => (String::new(), 0),
     };
     let own = (device.name().to_owned(), name);
-    let all: Vec<((String, String), Vec<u32>)> =
-        exchange(group, &(own.clone(), cores()), what, deadline)?;
-    if let Some((rank, ((kind, _), _))) = (0..).zip(&all).find(|(_, (theirs, _))| theirs.0 != own.0)
+    let all: Vec<((String, String), Vec<u32>, u32)> = exchange(
+        group,
+        &(own.clone(), cores(), multiprocessors),
+        what,
+        deadline,
+    )?;
+    if let Some((rank, ((kind, _), ..))) =
+        (0..).zip(&all).find(|(_, (theirs, ..))| theirs.0 != own.0)
     {
         return Err(ChannelError::Mismatch {
             what: what.to_owned(),
@@ -510,19 +531,28 @@ fn look_around(
             ours: format!("its device is {}", own.0),
         });
     }
-    let sharers = all
-        .iter()
-        .map(|(theirs, _)| u32::from(*theirs == own))
-        .sum();
+    let sharers_of = |one: &(String, String)| {
+        let on_it = all.iter().filter(|(theirs, ..)| theirs == one);
+        on_it.count() as u32
+    };
+    let sharers = sharers_of(&own);
+    let least =
+        all.iter().map(
+            |(one, _, multiprocessors)| match (sharers_of(one), multiprocessors) {
+                (1, _) | (_, 0) => u32::MAX,
+                (sharers, all) => ((all - all / 4) / sharers).max(1),
+            },
+        );
+    let waiting_blocks = least.min().unwrap_or(u32::MAX);
     let local = (0..)
         .zip(&all)
         .filter(|&(rank, _)| rank == group.rank() || group.is_same_host(rank));
     let cores: BTreeSet<u32> = local
-        .flat_map(|(_, (_, cores))| cores.iter().copied())
+        .flat_map(|(_, (_, cores, _))| cores.iter().copied())
         .collect();
     let keeps_lines = match device {
         Device::Cuda(context) => {
-            let uuids = all.iter().map(|((_, uuid), _)| uuid.as_str());
+            let uuids = all.iter().map(|((_, uuid), ..)| uuid.as_str());
             // A peer that this process does not see is on the safe side too.
             let own = joined(context, uuids).unwrap_or(false);
             let all: Vec<bool> = exchange(group, &own, what, deadline)?;
@@ -532,6 +562,7 @@ fn look_around(
     };
     Ok(Surroundings {
         sharers,
+        waiting_blocks,
         cores: cores.len(),
         keeps_lines,
     })

@@ -17,7 +17,7 @@ use crossweft_device::semaphore::Semaphore;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cuda::DeviceMemory;
 use crossweft_kernels::{
-    MAX_FUSED, OneShot, bench, bench_module, channel, channel_module, entries, plan_module,
+    MAX_FUSED, OneShot, bench, bench_module, channel, channel_module, entries, fused_module,
 };
 use cuda::{Gpu, channels, pattern, words, write_words};
 
@@ -226,7 +226,7 @@ fn alone_reductions_in_lines() {
     let step = bytes.div_ceil(PAIR_PAYLOAD).div_ceil(blocks) * PAIR_PAYLOAD;
     let half = bytes.div_ceil(PAIR_PAYLOAD) * PAIR;
     for dtype in DataType::ALL {
-        let module = gpu.load_committed(plan_module(dtype, gpu.sm()));
+        let module = gpu.load_committed(fused_module(dtype, gpu.sm()));
         let side = gpu.side(&module, entries(dtype).unwrap().one_shot_lines);
         let memory = gpu.memory(8 << 20);
         // The largest of a value and itself is the value: any bytes that are no NaN, nor 0 with either sign, will do.

@@ -101,6 +101,7 @@ fn explain(options: &Explain) -> Result<Explanation, String> {
         in_place: Some(in_place),
         device: kind(device, ranks),
         max_bytes: message,
+        most_blocks: u32::MAX,
         deterministic: options.deterministic || selection.is_deterministic(),
     };
     Ok(Explanation::new(&request, message, &selection))

@@ -172,6 +172,7 @@ fn request(communicator: &Communicator, options: &TuneOptions) -> Request {
         in_place: Some(false),
         device: communicator.device().into(),
         max_bytes: options.max_bytes,
+        most_blocks: communicator.endpoint().waiting_blocks(),
         deterministic: communicator.selection().is_deterministic(),
     }
 }

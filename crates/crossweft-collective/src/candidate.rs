@@ -63,6 +63,9 @@ pub struct Request {
     pub device: DeviceKind,
     /// Largest message in bytes.
     pub max_bytes: u64,
+    /// Thread blocks of a rank at most, of what is not a plan of the user's
+    /// ([`waiting_blocks`](crossweft_channel::Endpoint::waiting_blocks)).
+    pub most_blocks: u32,
     /// Whether sums must be the same whatever the size and the choice: in rank order, rounded once.
     pub deterministic: bool,
 }
@@ -203,13 +206,19 @@ impl Candidate {
     }
 
     /// Numbers of thread blocks that are worth a try.
-    pub(crate) fn blocks(&self, device: DeviceKind) -> Vec<u32> {
-        match (self, device) {
-            (Self::Plan(plan), _) => vec![plan.blocks()],
-            (_, DeviceKind::Cpu) => vec![1],
-            (Self::BuiltIn(Algorithm::OneShot), _) => vec![1, 4, 16, 64, 128],
-            _ => vec![32, 128],
-        }
+    pub(crate) fn blocks(&self, request: &Request) -> Vec<u32> {
+        let blocks: &[u32] = match (self, request.device) {
+            (Self::Plan(plan), _) => return vec![plan.blocks()],
+            (_, DeviceKind::Cpu) => &[1],
+            (Self::BuiltIn(Algorithm::OneShot), _) => &[1, 4, 16, 64, 128],
+            _ => &[32, 128],
+        };
+        let mut blocks: Vec<u32> = blocks
+            .iter()
+            .map(|b| *b.min(&request.most_blocks))
+            .collect();
+        blocks.dedup();
+        blocks
     }
 
     /// Whether a message of `bytes` bytes can be given to it, larger ones aside.

@@ -69,11 +69,13 @@ pub(crate) fn shipped(request: &Request) -> Selector {
         world_size,
         place,
         max_bytes,
+        most_blocks,
         ..
     } = *request;
     match request.device {
         DeviceKind::Cpu => Selector::new(collective, world_size, place, max_bytes),
-        DeviceKind::Cuda => Selector::for_gpus(collective, world_size, place, max_bytes),
+        DeviceKind::Cuda => Selector::for_gpus(collective, world_size, place, max_bytes)
+            .with_most_blocks(most_blocks),
     }
 }
 

@@ -185,6 +185,7 @@ impl Request {
             in_place: options.in_place,
             device: DeviceKind::from(communicator.device()),
             max_bytes: options.max_bytes,
+            most_blocks: communicator.endpoint().waiting_blocks(),
             deterministic: options.deterministic || communicator.selection().is_deterministic(),
         }
     }

@@ -241,7 +241,7 @@ impl Registry {
                 // One that cannot be laid out is refused with its own words when it is prepared.
                 plan.map_or(Ok(0), |plan| candidate.most_bytes(&plan, request))
             });
-            for blocks in candidate.blocks(request.device) {
+            for blocks in candidate.blocks(request) {
                 entries.push(Entry {
                     candidate: candidate.clone(),
                     blocks,

@@ -269,6 +269,14 @@ impl Selector {
         }
     }
 
+    /// The same choices with no more thread blocks than that.
+    pub(crate) fn with_most_blocks(mut self, most: u32) -> Self {
+        for choice in &mut self.choices {
+            choice.blocks = choice.blocks.min(most);
+        }
+        self
+    }
+
     /// The same choices with another number of thread blocks.
     pub(crate) fn with_blocks(&mut self, blocks: u32) {
         // A plan of the user's has its own.

@@ -204,6 +204,7 @@ pub(crate) fn request(
         in_place: None,
         device,
         max_bytes: LARGEST_MESSAGE,
+        most_blocks: u32::MAX,
         deterministic: false,
     })
 }

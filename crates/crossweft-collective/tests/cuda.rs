@@ -547,6 +547,7 @@ fn tuning_measures_in_graphs_and_what_is_chosen_by_it_is_right() {
         in_place: None,
         device: DeviceKind::Cuda,
         max_bytes: 64 << 10,
+        most_blocks: u32::MAX,
         deterministic: false,
     };
     let chosen = on(&device, 2, |communicator| {

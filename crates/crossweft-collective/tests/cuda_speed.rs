@@ -591,7 +591,7 @@ fn launches_copies_and_loading() {
     )
     .unwrap();
     // Loading a plan's kernels; the driver keeps what it compiled.
-    let module = crossweft_kernels::plan_module(DataType::Bf16, 90).unwrap();
+    let module = crossweft_kernels::fused_module(DataType::Bf16, 90).unwrap();
     for turn in ["first", "again"] {
         let options = CompileOptions {
             max_registers: Some(crossweft_kernels::MAX_REGISTERS),

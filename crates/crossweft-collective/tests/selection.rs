@@ -31,6 +31,7 @@ fn request(place: Place) -> Request {
         in_place: None,
         device: DeviceKind::Cpu,
         max_bytes: 1 << 20,
+        most_blocks: u32::MAX,
         deterministic: false,
     }
 }

@@ -14,8 +14,8 @@ use crossweft_hal::cuda::{
 };
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::{
-    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, OneShot, PlanLaunch, entries, hop_module,
-    plan_module,
+    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, OneShot, PlanLaunch, entries, fused_module,
+    hop_module, plan_module,
 };
 
 use crate::ExecutorError;
@@ -27,12 +27,23 @@ use crate::prepared::{Machine, Prepared};
 #[derive(Debug)]
 pub(crate) struct CudaLauncher {
     kernel: Kernel,
-    /// What runs the plan in one piece, if it is such a plan, and how many threads its blocks may have.
-    fused: Option<(Fused, Kernel, u32)>,
+    /// What runs the plan in one piece, if it is such a plan.
+    fused: Option<InOnePiece>,
     op: ReduceOp,
     /// Threads of a block.
     threads: u32,
     guard: Arc<KernelGuard>,
+}
+
+/// How a plan is run in one piece.
+#[derive(Debug)]
+struct InOnePiece {
+    fused: Fused,
+    kernel: Kernel,
+    /// Threads of a block, at most.
+    threads: u32,
+    /// Whether launches begin while what is ahead of them ends.
+    is_early: bool,
 }
 
 /// Why a plan cannot be launched on a device.
@@ -95,12 +106,18 @@ impl CudaLauncher {
             Some(fused) => {
                 let (entry, is_hop) = fused.entry(&entries);
                 let module = match is_hop {
-                    true => hop_module(sm).ok_or_else(incapable)?,
-                    false => module,
+                    true => hop_module(sm),
+                    false => fused_module(dtype, sm),
                 };
-                let kernel = load(module)?.kernel(entry)?;
+                let kernel = load(module.ok_or_else(incapable)?)?.kernel(entry)?;
                 let threads = resident_threads(&kernel, most, needed)?;
-                Some((fused, kernel, threads))
+                Some(InOnePiece {
+                    fused,
+                    kernel,
+                    threads,
+                    // A launch that has begun early takes room that other ranks of the device may wait for.
+                    is_early: sharers == 1,
+                })
             }
         };
         Ok(Self {
@@ -120,7 +137,7 @@ impl CudaLauncher {
     /// Whether it sends lines, which the executor does not.
     fn sends_lines(&self) -> bool {
         let fused = self.fused.as_ref();
-        fused.is_some_and(|(fused, ..)| fused.sends_lines())
+        fused.is_some_and(|piece| piece.fused.sends_lines())
     }
 
     /// What its launch in one piece would have for a parameter, if it is a one-shot plan that sends packets, and the
@@ -131,7 +148,7 @@ impl CudaLauncher {
         launch: &Launch,
         limit: Duration,
     ) -> Option<OneShot> {
-        let (fused, ..) = self.fused.as_ref()?;
+        let InOnePiece { fused, .. } = self.fused.as_ref()?;
         let context = self.guard.context(limit);
         match fused.launch(program, launch, context, self.op)? {
             Parameter::OneShot(parameter) if !fused.sends_lines() => Some(parameter),
@@ -175,11 +192,12 @@ impl CudaLauncher {
         launch: &Launch,
         limit: Duration,
     ) -> Result<(), CudaError> {
-        if let Some((fused, kernel, most)) = &self.fused {
+        if let Some(piece) = &self.fused {
+            let InOnePiece { fused, kernel, .. } = piece;
             let context = self.guard.context(limit);
             if let Some(parameter) = fused.launch(program, launch, context, self.op) {
                 let threads = fused.threads(&parameter);
-                let threads = threads.next_multiple_of(32).clamp(32, (*most).into()) as u32;
+                let threads = threads.next_multiple_of(32).clamp(32, piece.threads.into()) as u32;
                 let shape = Shape::linear(program.block_count, threads);
                 let parameter = match &parameter {
                     Parameter::OneShot(parameter) => Argument::from(parameter),
@@ -188,7 +206,12 @@ impl CudaLauncher {
                     Parameter::Hop(parameter) => Argument::from(parameter),
                 };
                 // SAFETY: this is the kernel's parameter; the rest is the caller's promise.
-                return unsafe { kernel.launch(stream, &shape, &[parameter]) };
+                return unsafe {
+                    match piece.is_early {
+                        true => kernel.launch_early(stream, &shape, &[parameter]),
+                        false => kernel.launch(stream, &shape, &[parameter]),
+                    }
+                };
             }
         }
         let plan = self.parameter(program, launch, limit);

@@ -221,7 +221,8 @@ impl TokenNorm {
             kernel,
             most_blocks,
             one_shot: one_shot.zip(with).map(|(plan, (kernel, resident))| {
-                let most_blocks = (resident / endpoint.sharers().max(1)).max(1);
+                let most_blocks = resident / endpoint.sharers().max(1);
+                let most_blocks = most_blocks.clamp(1, endpoint.waiting_blocks());
                 OneShotKernel {
                     plan,
                     kernel,

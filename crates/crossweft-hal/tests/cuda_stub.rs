@@ -493,6 +493,9 @@ fn kernels_are_touched_before_they_are_launched() {
         kernel
             .launch(&stream, &Shape::linear(2, 32), &arguments)
             .unwrap();
+        kernel
+            .launch_early(&stream, &Shape::linear(2, 32), &arguments)
+            .unwrap();
         let shape = Shape::linear(2, 32).with_shared_bytes(1024);
         kernel
             .launch_cooperative(&stream, &shape, &arguments)
@@ -500,7 +503,11 @@ fn kernels_are_touched_before_they_are_launched() {
     }
     assert_eq!(
         stub.calls(),
-        ["cuLaunchKernel", "cuLaunchCooperativeKernel"]
+        [
+            "cuLaunchKernel",
+            "cuLaunchKernelEx",
+            "cuLaunchCooperativeKernel"
+        ]
     );
     drop(module);
     assert_eq!(stub.calls(), [""; 0], "the kernel keeps its module");

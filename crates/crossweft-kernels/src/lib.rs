@@ -1,8 +1,8 @@
 //! The GPU kernels: PTX that was compiled from `crossweft-device` and committed, and what to pass
 //! to it.
 //!
-//! A module of PTX for each data type holds the plan executor, for every operation; others hold plans that move blocks and
-//! reduce nothing, multiply elements before a sum, normalise tokens, exchange messages, dispatch and combine the tokens of a mixture
+//! A module of PTX for each data type holds the plan executor, for every operation, another one plans of the commonest forms in
+//! one piece; others hold plans that move blocks and reduce nothing, multiply elements before a sum, normalise tokens, exchange messages, dispatch and combine the tokens of a mixture
 //! of experts, and two hold kernels for tests and measurements. The driver compiles them when they are loaded, so nobody
 //! needs a CUDA toolkit. They are made by `cargo xtask kernels` from the sources in `kernels/`, and
 //! checked by `cargo xtask kernels --check`.
@@ -65,31 +65,63 @@ impl Module {
     }
 }
 
+/// Entry points of a data type's plans in one piece.
+macro_rules! fused {
+    ($name:literal) => {
+        [
+            concat!("crossweft_one_shot_", $name),
+            concat!("crossweft_one_shot_scatter_", $name),
+            concat!("crossweft_one_shot_lines_", $name),
+            concat!("crossweft_two_shot_", $name),
+        ]
+    };
+}
+
 macro_rules! modules {
     ($($dtype:ident, $name:literal;)*) => {
         /// All modules: one for each data type, in the order of [`DataType::ALL`], then the one that moves blocks, the
         /// one that multiplies elements of any type, the one that normalises tokens, the one that exchanges messages, those
         /// that also reduce them, and those for tests and measurements.
         pub const MODULES: &[Module] = &[
-            $(Module {
-                name: $name,
-                family: PLAN,
-                sm: 80,
-                ptx: include_str!(concat!("../../../kernels/ptx/", $name, ".sm_80.ptx")),
-                entries: &[
-                    concat!("crossweft_plan_", $name),
-                    concat!("crossweft_one_shot_", $name),
-                    concat!("crossweft_one_shot_scatter_", $name),
-                    concat!("crossweft_one_shot_lines_", $name),
-                    concat!("crossweft_two_shot_", $name),
-                ],
-                threads: MAX_THREADS,
-            },)*
+            $(
+                Module {
+                    name: $name,
+                    family: PLAN,
+                    sm: 80,
+                    ptx: include_str!(concat!("../../../kernels/ptx/", $name, ".sm_80.ptx")),
+                    entries: &[concat!("crossweft_plan_", $name)],
+                    threads: MAX_THREADS,
+                },
+                Module {
+                    name: concat!("fused_", $name),
+                    family: FUSED,
+                    sm: 80,
+                    ptx: include_str!(concat!("../../../kernels/ptx/fused_", $name, ".sm_80.ptx")),
+                    entries: &fused!($name),
+                    threads: MAX_THREADS,
+                },
+                Module {
+                    name: concat!("fused_", $name),
+                    family: FUSED,
+                    sm: 90,
+                    ptx: include_str!(concat!("../../../kernels/ptx/fused_", $name, ".sm_90.ptx")),
+                    entries: &fused!($name),
+                    threads: MAX_THREADS,
+                },
+            )*
             Module {
                 name: HOP,
-                family: HOP,
+                family: FUSED,
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/hop.sm_80.ptx"),
+                entries: &[HOP_PACKETS, HOP_DIRECT],
+                threads: MAX_THREADS,
+            },
+            Module {
+                name: HOP,
+                family: FUSED,
+                sm: 90,
+                ptx: include_str!("../../../kernels/ptx/hop.sm_90.ptx"),
                 entries: &[HOP_PACKETS, HOP_DIRECT],
                 threads: MAX_THREADS,
             },
@@ -159,11 +191,11 @@ macro_rules! modules {
             },
         ];
 
-        /// The name of a data type's module, and its entry points.
-        const fn of(dtype: DataType) -> Option<(&'static str, Entries)> {
+        /// The names of a data type's modules for any plan and for those in one piece, and its entry points.
+        const fn of(dtype: DataType) -> Option<([&'static str; 2], Entries)> {
             match dtype {
                 $(DataType::$dtype => Some((
-                    $name,
+                    [$name, concat!("fused_", $name)],
                     Entries {
                         plan: concat!("crossweft_plan_", $name),
                         exchange: concat!("crossweft_exchange_", $name),
@@ -211,6 +243,9 @@ pub const HOP_DIRECT: &str = "crossweft_hop_direct";
 /// Family of the modules that run plans.
 const PLAN: &str = "plan";
 
+/// Family of the modules that run plans in one piece.
+const FUSED: &str = "fused";
+
 /// Name of the module that exchanges messages, and family of those that reduce them.
 const EXCHANGE: &str = "exchange";
 
@@ -239,10 +274,17 @@ const CHANNEL: &str = "channel";
 /// minor`); `None` if that is older than [`MIN_SM`].
 #[must_use]
 pub fn plan_module(dtype: DataType, sm: u32) -> Option<&'static Module> {
-    of(dtype).and_then(|(name, ..)| find(name, sm))
+    of(dtype).and_then(|([name, _], _)| find(name, sm))
 }
 
-/// Entry points of a [`plan_module`]. The operation is in the parameter.
+/// The module that runs plans in one piece. From compute capability 9.0 on, another one: its launches may begin while what
+/// came before is ending.
+#[must_use]
+pub fn fused_module(dtype: DataType, sm: u32) -> Option<&'static Module> {
+    of(dtype).and_then(|([_, name], _)| find(name, sm))
+}
+
+/// Entry points of a [`plan_module`] and a [`fused_module`]. The operation is in the parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entries {
     /// Runs any plan.
@@ -250,7 +292,7 @@ pub struct Entries {
     /// In the [`exchange_module`] of the data type: does transfers with reductions. Takes an [`ExchangeLaunch`] by value;
     /// the grid has one block for each of the table's.
     pub exchange: &'static str,
-    /// Runs a one-shot plan in one piece: takes a [`OneShot`] by value; the grid has one block for each of the
+    /// In the [`fused_module`]: runs a one-shot plan in one piece. Takes a [`OneShot`] by value; the grid has one block for each of the
     /// plan's.
     pub one_shot: &'static str,
     /// The same where each rank gets a block of every input: takes a [`OneShotScatter`] by value.
@@ -505,15 +547,18 @@ mod tests {
         for dtype in DataType::ALL {
             let module = plan_module(dtype, 90).expect("a module");
             let of = entries(dtype).expect("entries");
-            let all = [
-                of.plan,
+            assert_eq!(module.name, dtype.name());
+            assert_eq!(module.entries, [of.plan]);
+            let forms = [
                 of.one_shot,
                 of.one_shot_scatter,
                 of.one_shot_lines,
                 of.two_shot,
             ];
-            assert_eq!(module.name, dtype.name());
-            assert_eq!(module.entries, all);
+            for sm in [80, 90] {
+                let fused = fused_module(dtype, sm).expect("a module");
+                assert_eq!((fused.entries, fused.sm), (&forms[..], sm));
+            }
             assert!(
                 module
                     .ptx
@@ -529,7 +574,7 @@ mod tests {
             assert!(plan_module(dtype, MIN_SM).is_some());
             assert!(plan_module(dtype, MIN_SM - 1).is_none());
         }
-        assert_eq!(MODULES.len(), 2 * DataType::ALL.len() + 8);
+        assert_eq!(MODULES.len(), 4 * DataType::ALL.len() + 9);
     }
 
     #[test]
@@ -541,14 +586,15 @@ mod tests {
         );
         let [older, newer] = [80, 90].map(|sm| channel_module(sm).expect("a module").ptx);
         assert!(newer.contains("cp.async.bulk.") && !older.contains("cp.async.bulk."));
+        let [older, newer] = [89, 90].map(|sm| hop_module(sm).expect("a module").ptx);
+        assert!(newer.contains("griddepcontrol.wait") && !older.contains("griddepcontrol"));
     }
 
     #[test]
     fn parameters_are_as_large_as_kernels_say() {
-        let module = plan_module(DataType::F32, 80).expect("a module");
+        let module = fused_module(DataType::F32, 80).expect("a module");
         let entries = entries(DataType::F32).expect("entries");
         for (entry, bytes) in [
-            (entries.plan, size_of::<PlanLaunch>()),
             (entries.one_shot, size_of::<OneShot>()),
             (entries.one_shot_scatter, size_of::<OneShotScatter>()),
             (entries.one_shot_lines, size_of::<OneShot>()),

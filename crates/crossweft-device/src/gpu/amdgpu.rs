@@ -166,6 +166,14 @@ pub fn shared() -> u64 {
     u64::from(unsafe { getreg(SHARED_BASE) }) << 48
 }
 
+/// Kernels begin when what came before has ended, here.
+#[inline(always)]
+pub fn follow() {}
+
+/// As for [`follow`].
+#[inline(always)]
+pub fn precede() {}
+
 /// Makes [`barrier_max`] ready. One thread of a block calls it, before the first, at which all bring 0.
 ///
 /// # Safety

@@ -283,6 +283,30 @@ pub fn time_ns() -> u64 {
     now
 }
 
+/// Waits until what was launched ahead of this kernel in its stream has ended, and its writes are seen: a launch may ask to
+/// begin before that. From compute capability 9.0 on; older machines never begin early.
+#[inline(always)]
+pub fn follow() {
+    #[cfg(target_feature = "sm_90")]
+    // SAFETY: waits, for what waits for nothing behind it. Clobbers memory, as it must.
+    unsafe {
+        asm!("griddepcontrol.wait;", options(nostack, preserves_flags));
+    }
+}
+
+/// Allows what is launched behind this kernel to begin as soon as all blocks have come here, if its launch asks for that.
+#[inline(always)]
+pub fn precede() {
+    #[cfg(target_feature = "sm_90")]
+    // SAFETY: a hint for the scheduler.
+    unsafe {
+        asm!(
+            "griddepcontrol.launch_dependents;",
+            options(nostack, preserves_flags)
+        );
+    }
+}
+
 /// Makes barriers ready, which needs nothing here.
 ///
 /// # Safety

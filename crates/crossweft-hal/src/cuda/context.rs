@@ -9,6 +9,7 @@ use super::device::Device;
 use super::driver::Driver;
 use super::error::CudaError;
 use super::module::Loaded;
+use super::pinned::Pinned;
 use super::sys::{CuContext, CuStream};
 
 /// The primary context of a device, retained until the last user of it is dropped.
@@ -24,6 +25,9 @@ pub struct Context {
     /// are given to streams in turn as they are made, so that a process that makes and destroys streams soon
     /// has two on one queue, where a kernel waits behind another that may be waiting for it.
     pub(super) idle_streams: Mutex<Vec<CuStream>>,
+    /// Pinned memory that nobody has any more: the driver frees it, and finds more, only when no kernel runs, so that a rank
+    /// that frees some would wait for kernels that wait for its next launch.
+    pub(super) idle_pinned: Mutex<Vec<Pinned>>,
     /// Modules that several may use. They hold this, so it does not hold them.
     pub(super) modules: Mutex<Vec<Loaded>>,
 }
@@ -55,6 +59,7 @@ impl Context {
             raw,
             staging: Mutex::new(None),
             idle_streams: Mutex::new(Vec::new()),
+            idle_pinned: Mutex::new(Vec::new()),
             modules: Mutex::new(Vec::new()),
         }))
     }
@@ -154,6 +159,13 @@ impl Drop for Context {
                 // SAFETY: made by `Stream::new`, and nobody has it any more.
                 unsafe { driver.cuStreamDestroy_v2(stream) }
             });
+        }
+        let pinned = self
+            .idle_pinned
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        for pinned in std::mem::take(pinned) {
+            pinned.free(self);
         }
         let device = &self.device;
         // SAFETY: retained once in `retain`, and nothing that needs it is left: all hold this.

@@ -199,6 +199,14 @@ impl Device {
         self.handle
     }
 
+    /// Number of its multiprocessors.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn multiprocessors(&self) -> Result<u32, CudaError> {
+        self.attribute(DeviceAttribute::Multiprocessors)
+    }
+
     /// Its compute capability as one number, 90 of 9.0.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, PoisonError, Weak};
 
 use super::context::Context;
-use super::driver::Driver;
+use super::driver::{Driver, Version};
 use super::error::CudaError;
 use super::stream::Stream;
 use super::sys::{self, CuFunction, CuModule, DeviceAttribute, FunctionAttribute, jit};
@@ -220,6 +220,12 @@ impl Drop for Module {
 
 /// Room for what the compiler has to say.
 const LOG_BYTES: usize = 16 << 10;
+
+/// The driver that has early launches, in graphs as well.
+const EARLY_SINCE: Version = Version {
+    major: 12,
+    minor: 3,
+};
 
 /// Whether an error speaks of what was to be compiled, or of the compiler.
 fn is_about_code(code: u32) -> bool {
@@ -505,6 +511,48 @@ impl Kernel {
                     std::ptr::null_mut(),
                 )
             }
+        })
+    }
+
+    /// As [`launch`](Self::launch), but the kernel may begin when the one ahead of it in the stream allows that or is ending,
+    /// and not only once it has ended (programmatic dependent launch): it must itself wait for that before it touches
+    /// memory that others use. Where the driver or the device has no such launches, it begins as any other.
+    ///
+    /// # Errors
+    /// As for [`launch`](Self::launch).
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    pub unsafe fn launch_early(
+        &self,
+        stream: &Stream,
+        shape: &Shape,
+        arguments: &[Argument<'_>],
+    ) -> Result<(), CudaError> {
+        // In graphs since 12.3.
+        if self.context().driver().version() < EARLY_SINCE {
+            // SAFETY: the caller's promise.
+            return unsafe { self.launch(stream, shape, arguments) };
+        }
+        let mut value = [0; 16];
+        value[0] = 1;
+        let early = sys::LaunchAttribute {
+            id: sys::PROGRAMMATIC_STREAM_SERIALIZATION,
+            padding: 0,
+            value,
+        };
+        let config = sys::LaunchConfig {
+            grid: shape.grid,
+            block: shape.block,
+            shared_bytes: shape.shared_bytes,
+            stream: stream.handle(),
+            attributes: &raw const early,
+            count: 1,
+        };
+        self.context().run(|driver| {
+            let (parameters, none) = (list(arguments), std::ptr::null_mut());
+            // SAFETY: as in `launch`; the configuration and its attribute live.
+            unsafe { driver.cuLaunchKernelEx(&raw const config, self.function, parameters, none) }
         })
     }
 

@@ -1,8 +1,8 @@
 //! Host memory that the device reaches: pinned, and mapped into its addresses.
 
 use std::ffi::c_void;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, PoisonError};
 
 use super::context::Context;
 use super::error::CudaError;
@@ -21,25 +21,42 @@ pub struct PinnedMemory {
 
 #[derive(Debug)]
 enum Origin {
-    Allocated,
+    Allocated(Pinned),
     /// Registered; what must outlive that is held here.
     Registered {
         _memory: Option<Arc<SharedMemory>>,
     },
 }
 
-// SAFETY: the memory belongs to the process, not to a thread, and is only touched by address.
-unsafe impl Send for PinnedMemory {}
-// SAFETY: as above.
-unsafe impl Sync for PinnedMemory {}
+/// Pinned memory that the driver has allocated.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pinned {
+    host: *mut c_void,
+    device: u64,
+    /// A power of two, a page at least.
+    bytes: u64,
+}
 
-impl PinnedMemory {
-    /// Allocates zeroed pinned memory of this process.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfMemory`], [`CudaError::Call`].
-    pub fn allocate(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
-        let bytes = bytes.max(1);
+// SAFETY: as for `PinnedMemory`.
+unsafe impl Send for Pinned {}
+// SAFETY: as for `PinnedMemory`.
+unsafe impl Sync for Pinned {}
+
+/// The least that is allocated.
+const PAGE: u64 = 4096;
+
+impl Pinned {
+    /// One that was given back, or a new one; holds anything.
+    fn take(context: &Context, bytes: u64) -> Result<Self, CudaError> {
+        let bytes = bytes.max(PAGE).checked_next_power_of_two().unwrap_or(bytes);
+        let mut idle = context
+            .idle_pinned
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = idle.iter().position(|pinned| pinned.bytes == bytes) {
+            return Ok(idle.swap_remove(found));
+        }
+        drop(idle);
         let mut host = std::ptr::null_mut();
         let flags = sys::HOST_PORTABLE | sys::HOST_DEVICE_MAP;
         context
@@ -48,17 +65,72 @@ impl PinnedMemory {
                 unsafe { driver.cuMemHostAlloc(&raw mut host, bytes as usize, flags) }
             })
             .map_err(|error| error.asking_for(bytes))?;
-        let mut memory = Self {
-            context: Arc::clone(context),
+        let mut pinned = Self {
             host,
             device: 0,
             bytes,
-            origin: Origin::Allocated,
         };
-        // SAFETY: just allocated, of this size, and nobody else's.
-        unsafe { std::ptr::write_bytes(host.cast::<u8>(), 0, bytes as usize) };
-        memory.device = memory.device_address_in(context)?;
-        Ok(memory)
+        match device_address_in(context, host) {
+            Ok(device) => pinned.device = device,
+            Err(error) => {
+                pinned.free(context);
+                return Err(error);
+            }
+        }
+        Ok(pinned)
+    }
+
+    /// For the next who asks for as much.
+    fn give_back(self, context: &Context) {
+        let mut idle = context
+            .idle_pinned
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        idle.push(self);
+    }
+
+    /// Frees it for good, which waits for running kernels.
+    pub(super) fn free(self, context: &Context) {
+        context.release("pinned memory", |driver| {
+            // SAFETY: allocated by us, once, and nobody has it.
+            unsafe { driver.cuMemFreeHost(self.host) }
+        });
+    }
+}
+
+/// Address for kernels on the context's device of memory that is pinned.
+fn device_address_in(context: &Context, host: *mut c_void) -> Result<u64, CudaError> {
+    let mut device = 0;
+    context.run(|driver| {
+        // SAFETY: a valid place for the answer; the memory is pinned.
+        unsafe { driver.cuMemHostGetDevicePointer_v2(&raw mut device, host, 0) }
+    })?;
+    Ok(device)
+}
+
+// SAFETY: the memory belongs to the process, not to a thread, and is only touched by address.
+unsafe impl Send for PinnedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for PinnedMemory {}
+
+impl PinnedMemory {
+    /// Allocates zeroed pinned memory of this process, which is kept for the next who asks for as much when this is dropped.
+    /// May wait for running kernels where there is none left, so it is part of preparing.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`], [`CudaError::Call`].
+    pub fn allocate(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
+        let bytes = bytes.max(1);
+        let pinned = Pinned::take(context, bytes)?;
+        // SAFETY: at least of this size, and nobody else's.
+        unsafe { std::ptr::write_bytes(pinned.host.cast::<u8>(), 0, bytes as usize) };
+        Ok(Self {
+            context: Arc::clone(context),
+            host: pinned.host,
+            device: pinned.device,
+            bytes,
+            origin: Origin::Allocated(pinned),
+        })
     }
 
     /// Pins and maps shared memory, the whole of it, and keeps it mapped here. A mapping can be
@@ -133,12 +205,7 @@ impl PinnedMemory {
     /// # Errors
     /// [`CudaError::Call`].
     pub fn device_address_in(&self, context: &Context) -> Result<u64, CudaError> {
-        let mut device = 0;
-        context.run(|driver| {
-            // SAFETY: a valid place for the answer; the memory is pinned.
-            unsafe { driver.cuMemHostGetDevicePointer_v2(&raw mut device, self.host, 0) }
-        })?;
-        Ok(device)
+        device_address_in(context, self.host)
     }
 
     /// The memory as words of 8 bytes, for what host and device tell each other; a rest that fills
@@ -159,15 +226,13 @@ impl PinnedMemory {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        self.context.release("pinned memory", |driver| {
-            // SAFETY: pinned by us, once; owners see to it that nobody uses it. What was
-            // registered is still mapped: it is let go after this.
-            unsafe {
-                match self.origin {
-                    Origin::Allocated => driver.cuMemFreeHost(self.host),
-                    Origin::Registered { .. } => driver.cuMemHostUnregister(self.host),
-                }
-            }
-        });
+        match self.origin {
+            Origin::Allocated(pinned) => pinned.give_back(&self.context),
+            Origin::Registered { .. } => self.context.release("pinned memory", |driver| {
+                // SAFETY: pinned by us, once; owners see to it that nobody uses it. It is still mapped: it is let go after
+                // this.
+                unsafe { driver.cuMemHostUnregister(self.host) }
+            }),
+        }
     }
 }

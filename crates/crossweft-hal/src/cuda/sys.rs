@@ -157,6 +157,30 @@ pub(super) struct AllocationProperties {
     pub(super) reserved: [u8; 4],
 }
 
+/// What `cuLaunchKernelEx` takes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LaunchConfig {
+    pub(super) grid: [c_uint; 3],
+    pub(super) block: [c_uint; 3],
+    pub(super) shared_bytes: c_uint,
+    pub(super) stream: CuStream,
+    pub(super) attributes: *const LaunchAttribute,
+    pub(super) count: c_uint,
+}
+
+/// One of them; `value` is a union of 64 bytes.
+#[repr(C, align(8))]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LaunchAttribute {
+    pub(super) id: c_int,
+    pub(super) padding: c_int,
+    pub(super) value: [c_int; 16],
+}
+
+/// The launch may begin before what is ahead of it in its stream has ended: `value` is 1.
+pub(super) const PROGRAMMATIC_STREAM_SERIALIZATION: c_int = 6;
+
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AccessDescription {
@@ -286,6 +310,11 @@ symbols! {
         block_x: c_uint, block_y: c_uint, block_z: c_uint, shared_bytes: c_uint,
         stream: CuStream, parameters: *mut *mut c_void, extra: *mut *mut c_void
     );
+    /// Since CUDA 11.8.
+    fn cuLaunchKernelEx(
+        config: *const LaunchConfig, function: CuFunction, parameters: *mut *mut c_void,
+        extra: *mut *mut c_void
+    );
     fn cuLaunchCooperativeKernel(
         function: CuFunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint, shared_bytes: c_uint,
@@ -358,6 +387,10 @@ const _: () = {
     assert!(std::mem::offset_of!(AllocationProperties, win32) == 16);
     assert!(std::mem::offset_of!(AllocationProperties, rdma) == 25);
     assert!(size_of::<AccessDescription>() == 12);
+    assert!(size_of::<LaunchConfig>() == 56);
+    assert!(std::mem::offset_of!(LaunchConfig, stream) == 32);
+    assert!(size_of::<LaunchAttribute>() == 72);
+    assert!(std::mem::offset_of!(LaunchAttribute, value) == 8);
     assert!(size_of::<MulticastProperties>() == 32);
     assert!(size_of::<Opaque64>() == 64);
 };

@@ -197,6 +197,7 @@ succeed! {
         Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut Handle,
         *mut Handle
     );
+    cuLaunchKernelEx(*const c_void, Handle, *mut Handle, *mut Handle);
     cuLaunchCooperativeKernel(
         Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut Handle
     );
