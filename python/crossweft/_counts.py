@@ -25,7 +25,7 @@ class CallCount:
     """Calls of one kind whose sizes lie between the same two powers of two."""
 
     operation: str
-    #: ``direct``, or ``staged``: copied, because the tensor was not dense.
+    #: ``direct``, or ``symmetric``: in memory that all ranks reach; or ``staged``: copied, as the tensor was not dense.
     path: str
     dtype: str
     #: How it reduces; empty where nothing is reduced.
@@ -116,7 +116,7 @@ class Counts:
         )
 
     def _algorithms(self, key: tuple[str, str, str, str, int], sizes: Iterable[int]) -> tuple[str, ...]:
-        operation, _, dtype, op, _ = key
+        operation, path, dtype, op, _ = key
         collective = _EXPLAINED.get(operation)
         if collective is None:
             return ()
@@ -124,7 +124,13 @@ class Counts:
         for nbytes in sizes:
             # Pre-multiplied sums are sums.
             reduce_op = "avg" if op == "avg" else op if op in ("prod", "min", "max") else "sum"
-            explanation = self._communicator.explain(collective, nbytes, dtype=dtype, op=reduce_op)  # type: ignore[arg-type]
+            explanation = self._communicator.explain(
+                collective,
+                nbytes,
+                dtype=dtype,
+                op=reduce_op,  # type: ignore[arg-type]
+                symmetric=path == "symmetric",
+            )
             chosen[str(explanation["chosen"])] = None
         return tuple(chosen)
 

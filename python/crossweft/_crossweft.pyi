@@ -529,11 +529,13 @@ class Communicator:
         op: _Op = "sum",
         root: int = 0,
         in_place: bool | None = None,
+        symmetric: bool = False,
     ) -> dict[str, Any]:
         """What a call takes, and why not something else, as ``crossweft explain --format json``. Local.
 
         ``bytes`` are those of the larger of input and output; elements are ``f32`` unless given. ``in_place`` says
-        whether calls are known to be in place, or not to be. ``candidates`` is a list of all, each with its ``name``,
+        whether calls are known to be in place, or not to be, ``symmetric`` that tensors lie in the pool.
+        ``candidates`` is a list of all, each with its ``name``,
         ``verdict`` (``chosen``, ``not_chosen``, ``refused``), ``reason``, ``predicted_us`` and ``measured_us``.
         """
     def prepare(self, collective: str, bytes: int, *, dtype: _DType, op: _Op = "sum", root: int = 0) -> None:
@@ -544,6 +546,20 @@ class Communicator:
         """
     def check(self) -> None:
         """Raises what went wrong in calls on streams, once those have come to their end. Later calls raise it too."""
+    def compile(self, dtypes: Sequence[_DType]) -> None:
+        """Compiles the kernels of some element types, each rank of a host a part of them, so that preparing does not.
+
+        For the first start on a machine with GPUs; the driver keeps what was compiled. Collective.
+        """
+    def make_pool(self, bytes: int) -> tuple[str, str]:
+        """Makes symmetric memory of ``bytes`` bytes on every rank for torch's allocator, once. Collective.
+
+        Returns the names of the functions of this module's library that an allocator calls; see
+        ``crossweft.torch.AllReduceCommunicator.mem_pool``. Raises UsageError on the CPU and where there is a pool.
+        """
+    #: Address, size and bytes in use of the pool; ``None`` if there is none.
+    @property
+    def pool(self) -> tuple[int, int, int] | None: ...
     def abort(self, reason: str) -> None:
         """Ends the job: every wait of every rank ends with Aborted."""
     def leave(self) -> None:

@@ -1,4 +1,5 @@
-"""Run by torchrun: processes that share a GPU, a tensor-parallel transformer block on them, compiled and not."""
+"""Run by torchrun, on a GPU that processes share or on one for each: a tensor-parallel transformer block, compiled and
+not."""
 
 import logging
 import os
@@ -13,9 +14,11 @@ from crossweft.engines._communicator import EngineCommunicator
 from crossweft.torch import AllReduceCommunicator, register
 
 BACKENDS = sys.argv[1].split(",") if len(sys.argv) > 1 else ["aot_eager"]
+DTYPES = [getattr(torch, name) for name in (sys.argv[2] if len(sys.argv) > 2 else "float32,bfloat16").split(",")]
 HIDDEN, HEADS, INNER, TOKENS, EPSILON = 256, 8, 512, 24, 1e-6
 dist.init_process_group("gloo")
-communicator = AllReduceCommunicator(device="cuda:0", timeout=60.0)
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+communicator = AllReduceCommunicator(device=f"cuda:{torch.cuda.current_device()}", timeout=60.0)
 rank, world_size = communicator.rank, communicator.world_size
 device = communicator.device
 
@@ -122,7 +125,7 @@ def engine() -> None:
 capture_what_nobody_has_prepared()
 engine()
 with register("tp", communicator), torch.no_grad():
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         tolerance = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
         x = parameter(7, TOKENS, HIDDEN).to(dtype) * HIDDEN**0.5
         expected = Block(None, False, dtype)(x)

@@ -291,3 +291,15 @@ def test_what_is_prepared_is_found() -> None:
                 ours.prepare(shape, dtype)
 
     in_threads(RANKS, rank_main)
+
+
+def test_pools_are_for_cuda_tensors() -> None:
+    with AllReduceCommunicator(cw.Communicator(0, 1, cw.UniqueId())) as ours:
+        for make in (ours.mem_pool, lambda nbytes: cw.torch.mem_pool(ours, nbytes)):
+            with pytest.raises(cw.UsageError, match="mem_pool is for CUDA tensors, and this"):
+                make(1 << 20)
+        with pytest.raises(cw.UsageError, match="this communicator is on the CPU"):
+            ours.communicator.make_pool(1 << 20)
+        assert ours.communicator.pool is None
+        explained = ours.communicator.explain("all-reduce", 1 << 20, symmetric=True)
+        assert explained["place"] == "one_symmetric"

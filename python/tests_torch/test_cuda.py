@@ -25,6 +25,8 @@ RANKS = 2
 LIMIT = 30.0
 #: Device-wide waits are part of beginning a capture.
 CAPTURING = threading.Lock()
+#: torch sets tensors of new memory up one after another: no rank's kernel waits meanwhile.
+ALLOCATING = threading.Lock()
 
 
 def on_gpu(ranks: int, rank_main: Callable[[AllReduceCommunicator], Any], limit: float = LIMIT) -> list[Any]:
@@ -305,6 +307,53 @@ def _all_reduce_rms_norm(dtype: torch.dtype, tokens: int, hidden: int, path: str
 
 
 @needs_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_graphs_of_all_reduce_rms_norm(dtype: torch.dtype) -> None:
+    # One launch of one-shot and norm, and two where there is more to reduce.
+    for tokens, hidden in [(3, 1024), (200, 4096)]:
+        _graph_of_all_reduce_rms_norm(dtype, tokens, hidden)
+
+
+def _graph_of_all_reduce_rms_norm(dtype: torch.dtype, tokens: int, hidden: int) -> None:
+    def rank_main(ours: AllReduceCommunicator) -> None:
+        weight = (torch.arange(hidden) % 7 / 4).to(dtype).cuda()
+        own = torch.zeros(tokens, hidden, dtype=dtype, device="cuda")
+        fresh, kept = (numbers(99, tokens, hidden, dtype=dtype).cuda() for _ in range(2))
+        quantised = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device="cuda")
+        scale = torch.empty(tokens, device="cuda")
+
+        def body() -> torch.Tensor:
+            kept.copy_(fresh)
+            return ours.all_reduce_rms_norm(own, weight, residual=kept, quantised=quantised, scale=scale)
+
+        graph, norm = captured(ours, body)
+        for turn in range(20):
+            first = ours.world_size * turn
+            own.copy_(numbers(first + ours.rank, tokens, hidden, dtype=dtype))
+            graph.replay()
+            meet(ours)
+            made = [each.cpu().float() for each in (norm, kept, quantised, scale)]
+            assert not any(each.isnan().any() for each in made)
+            assert all(
+                torch.equal(a.cpu().float(), b) for a, b in zip((body(), kept, quantised, scale), made, strict=True)
+            )
+            inputs = [numbers(first + rank, tokens, hidden).double() for rank in range(ours.world_size)]
+            total = sum(inputs, start=fresh.cpu().double())
+            assert torch.equal(made[1].double(), total), "the residual is the sum"
+            expected = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.cpu().double()
+            precision = torch.finfo(dtype).eps
+            torch.testing.assert_close(made[0].double(), expected, rtol=2 * precision, atol=1e-6)
+            times = made[2] * made[3].unsqueeze(-1)
+            precision = torch.finfo(torch.float8_e4m3fn).eps
+            torch.testing.assert_close(times, made[0], rtol=precision, atol=float(made[3].max()) * 2**-9)
+            meet(ours)
+
+    # What torch loads now it need not while kernels wait.
+    on_gpu(1, rank_main)
+    on_gpu(RANKS, rank_main)
+
+
+@needs_device
 def test_a_rank_that_does_not_come_is_told() -> None:
     told = threading.Event()
 
@@ -363,3 +412,106 @@ def test_backend(name: str) -> None:
     printed = torchrun(2, HERE / "cuda_backend_script.py", name)
     script = (HERE / "cuda_backend_script.py").read_text()
     assert printed.count(" ok\n") == script.count("\n@case\n"), printed
+
+
+@needs_device
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tensors_of_the_pool_are_reduced_where_they_lie(ranks: int) -> None:
+    # Beyond what goes in one hop, which needs no symmetric memory.
+    small, large = (33, 40), (3 << 10, 1 << 10)
+
+    def rank_main(ours: AllReduceCommunicator) -> None:
+        with ALLOCATING:
+            outside = numbers(ours.rank, *small).cuda()
+        pool = cw.torch.mem_pool(ours, 256 << 20)
+        assert pool.nbytes == 256 << 20 and not pool.holds(outside)
+        ours.prepare(large, torch.float32, operations=("all_reduce", "all_gather", "reduce_scatter"))
+        for shape in (small, large):
+            everybody = stacked(ranks, *shape).float()
+            with ALLOCATING, torch.cuda.use_mem_pool(pool):
+                tensor, out = torch.empty(shape, device="cuda"), torch.empty(shape, device="cuda")
+                gathered = torch.empty(ranks * shape[0], shape[1], device="cuda")
+            assert pool.holds(tensor) and pool.holds(out) and pool.used > 0
+            tensor.copy_(everybody[ours.rank])
+            meet(ours)
+            with ALLOCATING:
+                made = ours.all_reduce(tensor)
+            assert pool.holds(made)
+            ours.all_reduce(tensor, out=out)
+            ours.all_gather(tensor, out=gathered)
+            meet(ours)
+            total = everybody.sum(0)
+            assert torch.equal(made.cpu(), total) and torch.equal(out.cpu(), total)
+            assert torch.equal(gathered.cpu(), everybody.reshape(gathered.shape))
+            assert torch.equal(tensor.cpu(), everybody[ours.rank]), "the input stays"
+            meet(ours)
+            ours.all_reduce_(tensor)
+            block = ours.reduce_scatter(gathered, out=out)
+            meet(ours)
+            assert torch.equal(tensor.cpu(), total)
+            assert torch.equal(block.cpu(), ranks * everybody[ours.rank])
+            del tensor, out, gathered, made, block
+        ours.all_reduce_(outside)
+        meet(ours)
+        assert torch.equal(outside.cpu(), stacked(ranks, *small).sum(0).float())
+        counts = {(count.operation, count.path): count for count in ours.report().calls}
+        assert set(counts) == {(name, "symmetric") for name in ("all_reduce", "all_gather", "reduce_scatter")} | {
+            ("all_reduce", "direct")
+        }
+        assert counts["all_reduce", "symmetric"].algorithms == ("two-shot",), ours.report()
+        with pytest.raises(cw.UsageError, match="has a pool already"):
+            ours.mem_pool(1 << 20)
+        with ALLOCATING, pytest.raises(torch.OutOfMemoryError), torch.cuda.use_mem_pool(pool):
+            torch.empty(1 << 30, device="cuda")
+
+    on_gpu(ranks, rank_main)
+
+
+@needs_device
+def test_graphs_whose_memory_is_the_pool() -> None:
+    def rank_main(ours: AllReduceCommunicator) -> None:
+        pool = ours.mem_pool(256 << 20)
+        shape = (1 << 11, 1 << 10)
+        ours.prepare(shape, torch.float32)
+        own = torch.zeros(shape, device="cuda")
+        meet(ours)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            CAPTURING,
+            torch.cuda.graph(
+                graph, pool=pool.id, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ),
+        ):
+            # An activation, which is born in the pool, and its sum.
+            total = ours.all_reduce_(own * 2)
+        assert pool.holds(total)
+        assert [count.path for count in ours.report().calls] == ["symmetric"]
+        meet(ours)
+        for turn in range(50):
+            own.fill_(turn + ours.rank)
+            graph.replay()
+            assert total.unique().tolist() == [2 * sum(turn + rank for rank in range(RANKS))]
+
+    on_gpu(RANKS, rank_main)
+
+
+@needs_device
+def test_tensors_at_different_places_of_the_pool_are_told() -> None:
+    def one(communicator: cw.Communicator) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            ours = AllReduceCommunicator(communicator)
+            pool = ours.mem_pool(64 << 20)
+            ours.prepare((1000,), torch.float32)
+            with ALLOCATING, torch.cuda.use_mem_pool(pool):
+                if ours.rank == 1:
+                    kept = torch.ones(1000, device="cuda")
+                    assert pool.holds(kept)
+                tensor = torch.ones(1000, device="cuda")
+            meet(ours)
+            with pytest.raises(cw.Error, match="in the same order"):
+                # One of them is told by the call, and ends the other's.
+                ours.all_reduce_(tensor)
+                torch.cuda.current_stream().synchronize()
+                ours.check()
+
+    in_threads(RANKS, one, device="cuda:0", timeout=3600.0)

@@ -110,35 +110,22 @@ impl Endpoint {
             keeps_lines,
         } = look_around(&group, &device, what, deadline)?;
         // The first bell is this rank's, the second stands in for ranks that cannot be woken.
-        let control =
-            SharedMemory::create(BOARD + Board::SIZE).map_err(ChannelError::memory(what))?;
-        let own_rank = group.rank();
-        let control = Memory::Cpu(control);
-        let mapped = share(&group, &Device::Cpu, (0, &control), what, deadline);
-        let mapped = settle(&group, mapped, what, deadline, identity);
-        group.withdraw_fd(0);
-        let (_, mapped) = mapped?;
-
-        // SAFETY: both lie in `control` (two bells long, page-aligned, zeroed), which the endpoint
+        let memory = share_on_host(&group, 0, BOARD + Board::SIZE, what, deadline)?;
+        let own_rank = group.rank() as usize;
+        let addr = |memory: &Option<Memory>| memory.as_ref().map(Memory::addr);
+        let control = addr(&memory[own_rank]).unwrap_or_default();
+        // SAFETY: both lie in this rank's memory (two bells long, page-aligned, zeroed), which the endpoint
         // keeps mapped for as long as it hands out bells.
-        let (own, nobody) = unsafe {
-            (
-                Bell::at(control.addr()),
-                Bell::at(control.addr() + Bell::BYTES),
-            )
-        };
-        let all = (0..)
-            .zip(&mapped)
-            .map(|(rank, peer)| match peer {
-                // A proxy thread wakes the kernels of its own rank.
-                _ if rank == own_rank => own,
-                // SAFETY: as above, in the mapping of the peer's control memory.
-                Some(memory) => unsafe { Bell::at(memory.addr()) },
+        let (own, nobody) = unsafe { (Bell::at(control), Bell::at(control + Bell::BYTES)) };
+        // A proxy thread wakes the kernels of its own rank.
+        let all = memory
+            .iter()
+            .map(|memory| match addr(memory) {
+                // SAFETY: as above, in the mapping of the rank's memory.
+                Some(addr) => unsafe { Bell::at(addr) },
                 None => nobody,
             })
             .collect();
-        let mut memory = mapped;
-        memory[own_rank as usize] = Some(control);
         let bells = Bells { all, own, memory };
         Ok(Arc::new(Self {
             group,
@@ -227,6 +214,18 @@ impl Endpoint {
         let registered = settle(&self.group, registered, what, deadline, identity);
         self.group.withdraw_fd(key);
         registered
+    }
+
+    /// Makes host memory of `bytes` bytes on every rank, whatever it computes on: this rank's and those of the others on
+    /// this host, in rank order. Collective.
+    pub(crate) fn share_on_host(
+        &self,
+        bytes: u64,
+        what: &str,
+        deadline: Instant,
+    ) -> Result<Vec<Option<Memory>>, ChannelError> {
+        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
+        share_on_host(&self.group, key, bytes, what, deadline)
     }
 
     /// A place to note the calls of a plan that all ranks have agreed on, `name`. Every rank asks in
@@ -407,17 +406,39 @@ impl Endpoint {
         what: &str,
         deadline: Instant,
     ) -> Result<(), ChannelError> {
-        let all: Vec<String> = self.exchange(&statement.to_owned(), what, deadline)?;
-        match (0..).zip(all).find(|(_, theirs)| theirs != statement) {
-            None => Ok(()),
-            Some((rank, theirs)) => Err(ChannelError::Mismatch {
-                what: what.to_owned(),
-                rank,
-                theirs,
-                own_rank: self.rank(),
-                ours: statement.to_owned(),
-            }),
+        self.agree_on_all(&[(what, statement.to_owned())], deadline)
+    }
+
+    /// [`agree`](Self::agree) on several statements at once, each with what it is said for. Collective.
+    ///
+    /// # Errors
+    /// [`ChannelError::Mismatch`] with the first statement for which a rank says something else, and the first such rank.
+    pub fn agree_on_all(
+        &self,
+        statements: &[(&str, String)],
+        deadline: Instant,
+    ) -> Result<(), ChannelError> {
+        let Some((first, _)) = statements.first() else {
+            return Ok(());
+        };
+        let own: Vec<&String> = statements.iter().map(|(_, ours)| ours).collect();
+        let bytes = encode(&self.group, &own, first)?;
+        let all = gather::<Vec<String>>(&self.group, &bytes, first, deadline)?;
+        for (index, (what, ours)) in statements.iter().enumerate() {
+            // A rank with fewer has said nothing.
+            let theirs = |all: &[String]| all.get(index).cloned().unwrap_or_default();
+            let mut others = (0..).zip(&all).map(|(rank, all)| (rank, theirs(all)));
+            if let Some((rank, theirs)) = others.find(|(_, theirs)| theirs != ours) {
+                return Err(ChannelError::Mismatch {
+                    what: (*what).to_owned(),
+                    rank,
+                    theirs,
+                    own_rank: self.rank(),
+                    ours: ours.clone(),
+                });
+            }
         }
+        Ok(())
     }
 }
 
@@ -589,21 +610,38 @@ fn exchange<T: Serialize + DeserializeOwned>(
     what: &str,
     deadline: Instant,
 ) -> Result<Vec<T>, ChannelError> {
-    let garbled = |rank: u32, error: postcard::Error| ChannelError::Mismatch {
+    let bytes = encode(group, value, what)?;
+    gather(group, &bytes, what, deadline)
+}
+
+fn encode<T: Serialize>(group: &Group, value: &T, what: &str) -> Result<Vec<u8>, ChannelError> {
+    postcard::to_allocvec(value).map_err(|error| garbled::<T>(group, group.rank(), what, &error))
+}
+
+/// Collects what every rank has encoded, in rank order.
+fn gather<T: DeserializeOwned>(
+    group: &Group,
+    bytes: &[u8],
+    what: &str,
+    deadline: Instant,
+) -> Result<Vec<T>, ChannelError> {
+    let all = group
+        .all_gather(bytes, deadline)
+        .map_err(ChannelError::bootstrap(what))?;
+    let decode = |(rank, bytes): (u32, Vec<u8>)| {
+        postcard::from_bytes(&bytes).map_err(|error| garbled::<T>(group, rank, what, &error))
+    };
+    (0..).zip(all).map(decode).collect()
+}
+
+fn garbled<T>(group: &Group, rank: u32, what: &str, error: &postcard::Error) -> ChannelError {
+    ChannelError::Mismatch {
         what: what.to_owned(),
         rank,
         theirs: format!("something unreadable ({error})"),
         own_rank: group.rank(),
         ours: std::any::type_name::<T>().to_owned(),
-    };
-    let bytes = postcard::to_allocvec(value).map_err(|e| garbled(group.rank(), e))?;
-    let all = group
-        .all_gather(&bytes, deadline)
-        .map_err(ChannelError::bootstrap(what))?;
-    (0..)
-        .zip(all)
-        .map(|(rank, bytes)| postcard::from_bytes(&bytes).map_err(|e| garbled(rank, e)))
-        .collect()
+    }
 }
 
 /// Offers `memory` under `key` and maps what the ranks of this host offer. Returns the keys of all
@@ -648,6 +686,24 @@ fn share(
         .map(|(rank, &announced)| map(rank, announced))
         .collect();
     Ok((announced.iter().map(|&(key, _)| key).collect(), mapped?))
+}
+
+/// Host memory of every rank, as [`Endpoint::share_on_host`] makes it.
+fn share_on_host(
+    group: &Group,
+    key: u64,
+    bytes: u64,
+    what: &str,
+    deadline: Instant,
+) -> Result<Vec<Option<Memory>>, ChannelError> {
+    let own = SharedMemory::create(bytes).map_err(ChannelError::memory(what))?;
+    let own = Memory::Cpu(own);
+    let mapped = share(group, &Device::Cpu, (key, &own), what, deadline);
+    let mapped = settle(group, mapped, what, deadline, identity);
+    group.withdraw_fd(key);
+    let (_, mut all) = mapped?;
+    all[group.rank() as usize] = Some(own);
+    Ok(all)
 }
 
 /// Returns when every rank has come to an outcome; all fail if one has failed. Afterwards nobody

@@ -8,6 +8,7 @@
 //! * [`SwitchChannel`]: reduce from, and broadcast to, the memory of a whole group.
 //! * [`Guard`]: what ends a wait (abort, a dead peer, the caller's deadline) and says why;
 //!   [`KernelGuard`]: the same for kernels on a CUDA device.
+//! * [`Ledger`]: what ranks say of their calls, compared as they make them.
 //!
 //! Making things is collective and may block, up to a deadline; using them is local. The owners made
 //! here hand out `repr(C)` handles, which kernels use through `crossweft-device`; a handle is valid for
@@ -29,6 +30,7 @@ pub mod fuzz;
 mod guard;
 mod ids;
 mod kernel_guard;
+mod ledger;
 mod memory_channel;
 mod port;
 mod registered;
@@ -42,6 +44,7 @@ pub use endpoint::{CallLine, Endpoint};
 pub use error::ChannelError;
 pub use guard::{Guard, StopCause};
 pub use kernel_guard::KernelGuard;
+pub use ledger::{Difference, Ledger};
 pub use memory_channel::MemoryChannel;
 pub use port::{Carrier, Flow, PortChannel, ProxyOptions, ProxyService};
 pub use registered::RegisteredMemory;

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossweft_device::semaphore::Semaphore;
+use crossweft_hal::HalError;
 
-use crate::shared::{Image, ImageBuilder, LINE};
+use crate::shared::{LINE, contains};
 use crate::{ChannelError, Endpoint, RegisteredMemory};
 
 /// One semaphore for each of this rank's channels, in the order in which they were listed.
@@ -15,10 +16,11 @@ use crate::{ChannelError, Endpoint, RegisteredMemory};
 /// Device handles are valid for as long as the pool.
 #[derive(Debug)]
 pub struct SemaphorePool {
-    /// Counters that peers add to, a cache line each, in channel order.
-    inbound: Arc<RegisteredMemory>,
-    /// Waits done, a cache line each.
-    expected: Image,
+    memory: Arc<RegisteredMemory>,
+    /// Where the counters that peers add to begin, a cache line each, in channel order.
+    inbound: u64,
+    /// Where the numbers of waits done begin, a cache line each, which are this rank's alone.
+    expected: u64,
     channels: Vec<Pairing>,
 }
 
@@ -46,16 +48,44 @@ impl SemaphorePool {
         let what = "creating semaphores";
         let lists = endpoint.exchange(&channels.to_vec(), what, deadline)?;
         check(&lists, endpoint.rank(), what)?;
-        let channels = pair(&lists, endpoint.rank());
+        let memory = endpoint.allocate_registered(Self::bytes(&lists), what, deadline)?;
+        Self::within(&memory, 0, &lists, endpoint.rank())
+    }
+
+    /// Bytes of registered memory that the semaphores of all ranks' channels take on each of them.
+    #[must_use]
+    pub fn bytes(lists: &[Vec<u32>]) -> u64 {
         // Registered memory has one size on all ranks.
-        let lines = lists.iter().map(Vec::len).max().unwrap_or(0);
-        let inbound = endpoint.allocate_registered(lines as u64 * LINE, what, deadline)?;
-        let mut image = ImageBuilder::default();
-        image.zeros(channels.len());
+        2 * LINE * lists.iter().map(Vec::len).max().unwrap_or(0) as u64
+    }
+
+    /// The semaphores of this rank, in [`bytes`](Self::bytes) zeroed bytes of `memory` from `offset` on, a multiple of 64:
+    /// for what has more in one memory. Local; `lists` has the peers of every rank's channels, the same on every rank.
+    ///
+    /// # Errors
+    /// [`ChannelError::Mismatch`] and [`ChannelError::NoSuchRank`] as for [`new`](Self::new); [`ChannelError::Memory`] if
+    /// `memory` is too small.
+    pub fn within(
+        memory: &Arc<RegisteredMemory>,
+        offset: u64,
+        lists: &[Vec<u32>],
+        rank: u32,
+    ) -> Result<Self, ChannelError> {
+        let what = "creating semaphores";
+        check(lists, rank, what)?;
+        let (bytes, size) = (Self::bytes(lists), memory.bytes());
+        if !contains(size, offset, bytes) || !offset.is_multiple_of(LINE) {
+            return Err(ChannelError::memory(what)(HalError::OutOfRange {
+                offset,
+                bytes,
+                size,
+            }));
+        }
         Ok(Self {
-            inbound,
-            expected: image.finish(endpoint.device(), what)?,
-            channels,
+            memory: Arc::clone(memory),
+            inbound: offset,
+            expected: offset + bytes / 2,
+            channels: pair(lists, rank),
         })
     }
 
@@ -79,13 +109,15 @@ impl SemaphorePool {
     #[must_use]
     pub fn handle(&self, index: usize) -> Semaphore {
         let Pairing { peer, index: there } = self.channels[index];
+        let (own, line) = (self.memory.local().addr(), index as u64 * LINE);
+        let inbound_there = self.inbound + there * LINE;
         Semaphore {
-            inbound: self.inbound.local().addr() + index as u64 * LINE,
+            inbound: own + self.inbound + line,
             outbound: self
-                .inbound
+                .memory
                 .addr(peer)
-                .map_or(0, |base| base + there * LINE),
-            expected: self.expected.addr(index as u64 * LINE),
+                .map_or(0, |base| base + inbound_there),
+            expected: own + self.expected + line,
             peer,
             channel: u32::try_from(index).unwrap_or(u32::MAX),
         }
@@ -94,7 +126,7 @@ impl SemaphorePool {
     /// The peer of channel `index`, and the place of the counter that it waits on.
     pub(crate) fn outbound(&self, index: usize) -> (u32, &Arc<RegisteredMemory>, u64) {
         let Pairing { peer, index: there } = self.channels[index];
-        (peer, &self.inbound, there * LINE)
+        (peer, &self.memory, self.inbound + there * LINE)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Collectives that are ready to be called: a choice of algorithms, and their prepared plans.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -341,27 +342,38 @@ impl PreparedCollective {
         let buffers = memory.buffers();
         let deadline = Instant::now() + communicator.timeout();
         let is_same = |a: &Choice, b: &Choice| (&a.algorithm, a.blocks) == (&b.algorithm, b.blocks);
-        let mut prepared: Vec<Arc<Prepared>> = Vec::new();
-        for (index, choice) in selector.all().iter().enumerate() {
-            let before = &selector.all()[..index];
-            // What is chosen for several ranges of sizes is prepared once.
-            if let Some(found) = before.iter().position(|other| is_same(other, choice)) {
-                prepared.push(Arc::clone(&prepared[found]));
-                continue;
+        let all = selector.all();
+        // What is chosen for several ranges of sizes is prepared once.
+        let firsts = all.iter().map(|choice| {
+            let found = all.iter().position(|other| is_same(other, choice));
+            found.unwrap_or_default()
+        });
+        let firsts: Vec<usize> = firsts.collect();
+        let mut plans = Vec::new();
+        for (index, choice) in all.iter().enumerate() {
+            if firsts[index] == index {
+                let alike = all.iter().filter(|other| is_same(other, choice));
+                let piece = alike.map(|other| other.piece).max().unwrap_or(0);
+                let ranks = communicator.world_size();
+                let plan = choice.algorithm.plan(collective, ranks, choice.blocks)?;
+                let mut options = Options::new(dtype, op, piece);
+                (options.buffers, options.schedule) = (buffers.clone(), schedule);
+                options.fused = fused;
+                options.pre_multiply = pre_multiply;
+                plans.push((index, plan, options));
             }
-            let alike = selector.all().iter().filter(|other| is_same(other, choice));
-            let piece = alike.map(|other| other.piece).max().unwrap_or(0);
-            let plan =
-                choice
-                    .algorithm
-                    .plan(collective, communicator.world_size(), choice.blocks)?;
-            let mut options = Options::new(dtype, op, piece);
-            (options.buffers, options.schedule) = (buffers.clone(), schedule);
-            options.fused = fused;
-            options.pre_multiply = pre_multiply;
-            let one = Prepared::prepare(communicator.endpoint(), &plan, options, deadline)?;
-            prepared.push(one);
         }
+        let each: Vec<_> = plans
+            .iter()
+            .map(|(_, plan, options)| (&**plan, options.clone()))
+            .collect();
+        let made = Prepared::prepare_all(communicator.endpoint(), &each, deadline)?;
+        let made: HashMap<usize, Arc<Prepared>> =
+            plans.iter().map(|(index, ..)| *index).zip(made).collect();
+        let prepared = firsts
+            .iter()
+            .map(|index| Arc::clone(&made[index]))
+            .collect();
         Ok(Self {
             communicator: communicator.clone(),
             collective,

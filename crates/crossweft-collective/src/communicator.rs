@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossweft_channel::{Endpoint, RegisteredMemory};
+use crossweft_device::DataType;
 use crossweft_executor::{OneSided, Options, Stage, Staged};
 use crossweft_hal::{Device, Memory};
 use crossweft_net::launch::Job;
@@ -348,6 +349,19 @@ impl Communicator {
         options: CollectiveOptions,
     ) -> Result<PreparedCollective, CollectiveError> {
         PreparedCollective::prepare(self, collective, options)
+    }
+
+    /// Compiles the kernels of some element types, each rank of a host a part of them, so that preparing collectives does not.
+    /// That is for the first start on a machine with GPUs, whose driver keeps what was compiled. Collective; blocks.
+    ///
+    /// # Errors
+    /// [`CollectiveError`]: ranks ask for different types, a peer died, or a device has no kernels for one.
+    pub fn compile(&self, dtypes: &[DataType]) -> Result<(), CollectiveError> {
+        Ok(crossweft_executor::compile(
+            &self.endpoint,
+            dtypes,
+            self.deadline(),
+        )?)
     }
 
     /// Prepares sends and receives between all pairs of ranks, and collectives with blocks of any size.

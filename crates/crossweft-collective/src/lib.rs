@@ -8,6 +8,7 @@
 //! * [`Explanation`]: what a size takes, and why not something else.
 //! * [`tune()`]: measures the candidates, and keeps what it found.
 //! * [`run_in_threads`]: a whole job inside one process; [`run_plan_in_threads`]: one plan, once.
+//! * [`Heap`]: ranges of symmetric memory, handed out alike on all ranks.
 //! * [`Devices`]: which device each rank computes on.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
@@ -22,6 +23,7 @@ mod error;
 mod exchange;
 mod explain;
 mod fingerprint;
+mod heap;
 mod one_hop;
 mod registry;
 mod rms_norm;
@@ -46,6 +48,7 @@ pub use error::{CollectiveError, SelectorDifference};
 pub use exchange::{Blocks, Calls, Counts, Exchange, ExchangeOptions, Group, Input, Output};
 pub use explain::{Explained, Explanation, Verdict};
 pub use fingerprint::Fingerprint;
+pub use heap::Heap;
 pub use registry::{PLANS_VARIABLE, Registry, RegistryError};
 pub use rms_norm::{AllReduceRmsNorm, GROUP, Quantised, RmsNormCall, RmsNormOptions, Scales};
 pub use selection::{DETERMINISTIC_VARIABLE, Selection, TUNING_VARIABLE};

@@ -9,17 +9,13 @@ use crossweft_device::extent::chunk_bytes;
 use crossweft_device::program::{Launch, Program};
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::Interrupted;
-use crossweft_hal::cuda::{
-    Argument, CompileOptions, Context, CudaError, Event, GraphExec, Kernel, Module, Shape, Stream,
-};
+use crossweft_hal::cuda::{Argument, Context, CudaError, Event, GraphExec, Kernel, Shape, Stream};
 use crossweft_hal::{Device, HalError, Memory};
-use crossweft_kernels::{
-    MAX_OPERANDS, MAX_REGISTERS, MAX_THREADS, MIN_SM, OneShot, PlanLaunch, entries, fused_module,
-    hop_module, plan_module,
-};
+use crossweft_kernels::{MAX_OPERANDS, MAX_THREADS, OneShot, PlanLaunch};
 
 use crate::ExecutorError;
 use crate::fused::{Fused, Parameter};
+use crate::kernels::PlanKernels;
 use crate::launch::RawBuffers;
 use crate::prepared::{Machine, Prepared};
 
@@ -80,36 +76,15 @@ impl CudaLauncher {
         if operands > MAX_OPERANDS as usize {
             return Err(Unfit::Operands { most: MAX_OPERANDS });
         }
-        let sm = context.device().sm()?;
-        let incapable = || CudaError::Incapable {
-            device: context.ordinal(),
-            what: "run plans",
-            reason: format!(
-                "its compute capability is {sm}, kernels for {dtype} need at least {MIN_SM}"
-            ),
-        };
-        let module = plan_module(dtype, sm).ok_or_else(incapable)?;
-        let entries = entries(dtype).ok_or_else(incapable)?;
-        let options = CompileOptions {
-            max_registers: Some(MAX_REGISTERS),
-            ..CompileOptions::default()
-        };
-        let load = |module: &crossweft_kernels::Module| {
-            Module::shared(context, module.name, module.ptx, &options)
-        };
-        let kernel = load(module)?.kernel(entries.plan)?;
+        let kernels = PlanKernels::new(context, dtype)?;
+        let kernel = kernels.executor().load(context)?;
         let most = threads.unwrap_or(MAX_THREADS).clamp(32, MAX_THREADS) / 32 * 32;
         let needed = u64::from(blocks) * u64::from(sharers);
         let threads = resident_threads(&kernel, most, needed)?;
         let fused = match fused {
             None => None,
             Some(fused) => {
-                let (entry, is_hop) = fused.entry(&entries);
-                let module = match is_hop {
-                    true => hop_module(sm),
-                    false => fused_module(dtype, sm),
-                };
-                let kernel = load(module.ok_or_else(incapable)?)?.kernel(entry)?;
+                let kernel = kernels.fused(fused.form()).load(context)?;
                 let threads = resident_threads(&kernel, most, needed)?;
                 Some(InOnePiece {
                     fused,

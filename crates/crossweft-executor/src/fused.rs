@@ -34,8 +34,9 @@ pub(crate) struct Fused {
     packets: u64,
 }
 
+/// What a rank does in one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
+pub(crate) enum Form {
     /// The whole input to everybody, in packets; all are reduced.
     OneShot,
     /// The same with lines.
@@ -90,6 +91,42 @@ pub fn fused_form(plan: &Plan, rank: u32) -> Option<&'static str> {
         Form::TwoShot | Form::Gathered => "two-shot",
         Form::HopPackets | Form::HopDirect => "one-hop",
     })
+}
+
+impl Form {
+    pub(crate) const ALL: [Self; 7] = [
+        Self::OneShot,
+        Self::OneShotLines,
+        Self::OneShotScatter,
+        Self::TwoShot,
+        Self::Gathered,
+        Self::HopPackets,
+        Self::HopDirect,
+    ];
+
+    /// The forms of all ranks' parts of `plan` that have one.
+    pub(crate) fn all(plan: &Plan, lines: bool) -> impl Iterator<Item = Self> {
+        let ranks = 0..plan.ranks.len() as u32;
+        let forms = ranks.filter_map(|rank| form(plan, rank));
+        forms.map(move |found| found.form.sending(lines))
+    }
+
+    /// The same, of a plan whose ranks all send lines.
+    fn sending(self, lines: bool) -> Self {
+        if lines { Self::OneShotLines } else { self }
+    }
+
+    /// The kernel, and whether it is one of the module for all data types, or of the reduced one's.
+    pub(crate) fn entry(self, entries: &Entries) -> (&'static str, bool) {
+        match self {
+            Self::OneShot => (entries.one_shot, false),
+            Self::OneShotLines => (entries.one_shot_lines, false),
+            Self::OneShotScatter => (entries.one_shot_scatter, false),
+            Self::TwoShot | Self::Gathered => (entries.two_shot, false),
+            Self::HopPackets => (HOP_PACKETS, true),
+            Self::HopDirect => (HOP_DIRECT, true),
+        }
+    }
 }
 
 /// A rank's part of a plan that has a form.
@@ -167,10 +204,7 @@ impl Fused {
         let Some(found) = form(plan, rank) else {
             return Ok(None);
         };
-        let form = match lines {
-            true => Form::OneShotLines,
-            false => found.form,
-        };
+        let form = found.form.sending(lines);
         let place = |operand: &Operand| -> Result<Place, ChannelError> {
             let space = operand.buffer.into();
             let peer = match space {
@@ -198,16 +232,9 @@ impl Fused {
         }))
     }
 
-    /// The kernel, and whether it is one of the module for all data types, or of the reduced one's.
-    pub(crate) fn entry(&self, entries: &Entries) -> (&'static str, bool) {
-        match self.form {
-            Form::OneShot => (entries.one_shot, false),
-            Form::OneShotLines => (entries.one_shot_lines, false),
-            Form::OneShotScatter => (entries.one_shot_scatter, false),
-            Form::TwoShot | Form::Gathered => (entries.two_shot, false),
-            Form::HopPackets => (HOP_PACKETS, true),
-            Form::HopDirect => (HOP_DIRECT, true),
-        }
+    /// What is done.
+    pub(crate) fn form(&self) -> Form {
+        self.form
     }
 
     /// Threads of a block that have something to do: those without would only be waited for.

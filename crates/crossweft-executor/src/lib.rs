@@ -10,14 +10,18 @@
 //! [`Exchange`] is for messages between pairs of ranks that no plan knows beforehand; [`OneSided`] for what needs
 //! no call of the peer.
 //!
+//! [`compile`] has what a GPU runs compiled beforehand.
+//!
 //! `unsafe` is confined to the modules `launch` and `exchange`, which hand tables to the device code, `cuda` and
 //! `staged` and `norm`, which do so on a GPU, `one_sided`, `pre_multiply`, and `turn`.
 #![deny(missing_docs, unsafe_code)]
 
+mod common;
 mod cuda;
 mod error;
 mod exchange;
 mod fused;
+mod kernels;
 mod launch;
 mod norm;
 mod one_sided;
@@ -34,6 +38,7 @@ pub use exchange::{
     Destination, Exchange, ExchangeError, ExchangeOptions, Kind, Messages, Purpose, Region, Source,
 };
 pub use fused::fused_form;
+pub use kernels::compile;
 pub use launch::RawBuffers;
 pub use norm::{Behind, NormBuffers, NormScales, TokenNorm, Tokens};
 pub use one_sided::OneSided;

@@ -11,15 +11,14 @@ use std::time::{Duration, Instant};
 use crossweft_channel::Endpoint;
 use crossweft_device::DataType;
 use crossweft_device::norm::GROUP;
-use crossweft_hal::cuda::{
-    Argument, CompileOptions, Context, CudaError, Kernel, Module, Shape, Stream,
-};
+use crossweft_hal::cuda::{Argument, Context, CudaError, Kernel, Shape, Stream};
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::norm::{entries, threads_of};
-use crossweft_kernels::{Norm, OneShotNorm, Quantisation, norm_module};
+use crossweft_kernels::{Module, Norm, OneShotNorm, Quantisation, norm_module};
 use crossweft_plan::Plan;
 
 use crate::ExecutorError;
+use crate::kernels::Entry;
 use crate::launch::RawBuffers;
 use crate::prepared::{Machine, Options, Prepared};
 
@@ -495,8 +494,8 @@ fn load(
     };
     let module = module(context, tokens.dtype)?;
     let threads = threads_of(tokens.hidden);
-    let load = |name: &str| -> Result<Loaded, CudaError> {
-        let kernel = module.kernel(name)?;
+    let load = |name: &'static str| -> Result<Loaded, CudaError> {
+        let kernel = Entry::new(module, name).load(context)?;
         // Asking loads it, too, which could wait for kernels that wait for this rank later.
         let blocks = kernel.max_resident_blocks(threads, 0)?;
         Ok((kernel, blocks.max(1)))
@@ -508,7 +507,7 @@ fn load(
     Ok((load(name)?, one_shot))
 }
 
-fn module(context: &Arc<Context>, dtype: DataType) -> Result<Arc<Module>, CudaError> {
+fn module(context: &Context, dtype: DataType) -> Result<&'static Module, CudaError> {
     let sm = context.device().sm()?;
     let (Some(module), Some(_)) = (norm_module(sm), entries(dtype)) else {
         return Err(CudaError::Incapable {
@@ -517,9 +516,5 @@ fn module(context: &Arc<Context>, dtype: DataType) -> Result<Arc<Module>, CudaEr
             reason: format!("there is no kernel for {dtype} and compute capability {sm}"),
         });
     };
-    let options = CompileOptions {
-        max_registers: Some(module.registers()),
-        ..CompileOptions::default()
-    };
-    Module::shared(context, module.name, module.ptx, &options)
+    Ok(module)
 }

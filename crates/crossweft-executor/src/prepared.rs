@@ -5,21 +5,25 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use crossweft_channel::{CallLine, ChannelError, Endpoint, KernelGuard, RegisteredMemory};
+use crossweft_channel::{
+    CallLine, ChannelError, Endpoint, ImageBuilder, KernelGuard, RegisteredMemory,
+};
 use crossweft_device::program::Program;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::{Grid, Schedule, reducer};
-use crossweft_hal::cuda::Stream;
+use crossweft_hal::cuda::{self, Stream};
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_plan::{Buffer, Collective, InPlace, Plan};
 
 use crate::ExecutorError;
+use crate::common::{Common, Room};
 use crate::cuda::{CudaLauncher, Unfit};
-use crate::fused::{Fused, has_lines};
+use crate::fused::{Form, Fused, has_lines};
+use crate::kernels::{Entry, PlanKernels, compile_together};
 use crate::launch::RawBuffers;
 use crate::pre_multiply::{PreMultiplier, Scalar};
-use crate::tables::{Channels, Memories, Tables};
+use crate::tables::{Channels, Draft, Memories, Scratch, Tables};
 use crate::turn::Turn;
 
 /// Where the caller's buffers will be.
@@ -114,8 +118,7 @@ fn machine(
                 plan: plan.name.clone(),
                 source,
             };
-            let lines =
-                options.lines && endpoint.keeps_lines() && has_lines(plan, options.max_bytes);
+            let lines = takes_lines(endpoint, plan, options);
             let fused = match options.fused {
                 true => Fused::of(plan, rank, memories, lines).map_err(channel)?,
                 false => None,
@@ -155,6 +158,33 @@ fn machine(
     }
 }
 
+/// Whether all ranks send lines instead of packets.
+fn takes_lines(endpoint: &Endpoint, plan: &Plan, options: &Options) -> bool {
+    options.lines && endpoint.keeps_lines() && has_lines(plan, options.max_bytes)
+}
+
+/// The kernels that any rank needs for some plans.
+fn kernels(
+    endpoint: &Endpoint,
+    context: &cuda::Context,
+    plans: &[(&Plan, Options)],
+) -> Result<Vec<Entry>, ExecutorError> {
+    let mut all = Vec::new();
+    for (plan, options) in plans {
+        let kernels = PlanKernels::new(context, options.dtype);
+        let kernels = kernels.map_err(|error| ExecutorError::Hal {
+            plan: plan.name.clone(),
+            source: error.into(),
+        })?;
+        all.push(kernels.executor());
+        if options.fused {
+            let forms = Form::all(plan, takes_lines(endpoint, plan, options));
+            all.extend(forms.map(|form| kernels.fused(form)));
+        }
+    }
+    Ok(all)
+}
+
 /// The most operands that any reduction has.
 fn most_operands(plan: &Plan) -> usize {
     let ops = plan.ranks.iter().flat_map(|r| r.blocks.iter().flatten());
@@ -185,7 +215,14 @@ pub struct Prepared {
     shape: Shape,
     // What the program points to.
     _tables: Tables,
-    scratch: Option<Arc<RegisteredMemory>>,
+    scratch: Option<Scratch>,
+}
+
+pub(crate) fn of_channel(plan: &Plan, source: ChannelError) -> ExecutorError {
+    ExecutorError::Channel {
+        plan: plan.name.clone(),
+        source,
+    }
 }
 
 impl Prepared {
@@ -201,102 +238,143 @@ impl Prepared {
         options: Options,
         deadline: Instant,
     ) -> Result<Arc<Self>, ExecutorError> {
-        let name = || plan.name.clone();
-        let channel = |source: ChannelError| ExecutorError::Channel {
-            plan: name(),
-            source,
-        };
-        let too_large = || ExecutorError::Scratch {
-            plan: name(),
-            bytes: options.max_bytes,
-        };
+        let all = Self::prepare_all(endpoint, &[(plan, options)], deadline)?;
+        // As many as were given.
+        all.into_iter().next().ok_or_else(|| ExecutorError::Usage {
+            plan: plan.name.clone(),
+            rank: endpoint.rank(),
+            reason: "it was not prepared".to_owned(),
+        })
+    }
 
-        let what = format!("preparing plan `{}`", plan.name);
+    /// Prepares several plans as [`prepare`](Self::prepare) does one, in the time of about one: they share memory, and
+    /// ranks meet once for all of them. Returns them in the same order.
+    ///
+    /// # Errors
+    /// As for [`prepare`](Self::prepare), of the first plan with which something is wrong.
+    pub fn prepare_all(
+        endpoint: &Arc<Endpoint>,
+        plans: &[(&Plan, Options)],
+        deadline: Instant,
+    ) -> Result<Vec<Arc<Self>>, ExecutorError> {
+        let Some((first, _)) = plans.first() else {
+            return Ok(Vec::new());
+        };
+        // What concerns all is said of the first.
+        let channel = |source: ChannelError| of_channel(first, source);
+        let named = |(plan, _): &(&Plan, Options)| format!("preparing plan `{}`", plan.name);
+        let names: Vec<String> = plans.iter().map(named).collect();
+        let what = names[0].as_str();
         // First of all, so that every rank hears of a difference, whatever it then makes of it.
+        let statements = names.iter().zip(plans);
+        let statements = statements.map(|(name, (plan, of))| (name.as_str(), statement(plan, of)));
+        let statements: Vec<_> = statements.collect();
         endpoint
-            .agree(&statement(plan, &options), &what, deadline)
+            .agree_on_all(&statements, deadline)
             .map_err(channel)?;
-        // Every rank takes the next number, whether or not it can go on.
-        let (dtype, op) = (options.dtype, operation(&options));
-        let call = endpoint.call_line(&format!("{}, {dtype} {op}", plan.name));
-        check_fit(plan, endpoint.world_size(), &options)?;
+        // Every rank takes the next numbers, whether or not it can go on.
+        let calls = plans.iter().map(|(plan, options)| {
+            let (dtype, op) = (options.dtype, operation(options));
+            endpoint.call_line(&format!("{}, {dtype} {op}", plan.name))
+        });
+        let calls: Vec<CallLine> = calls.collect();
+        for (plan, options) in plans {
+            check_fit(plan, endpoint.world_size(), options)?;
+        }
 
-        let (scratch_half, scratch) = plan
-            .scratch_bytes(options.max_bytes)
-            .ok_or_else(too_large)?;
-        let (packets_half, packets) = plan.packet_bytes(options.max_bytes).ok_or_else(too_large)?;
-        let bytes = scratch.checked_add(packets).ok_or_else(too_large)?;
-        let scratch_memory = match bytes {
-            0 => None,
-            _ => Some(endpoint.allocate_registered(bytes, &what, deadline)),
+        // Loaded until each launcher has those it needs.
+        let _compiled = match endpoint.device() {
+            Device::Cuda(context) => {
+                let needed = kernels(endpoint, context, plans)?;
+                compile_together((endpoint, context), needed, &first.name, deadline)?
+            }
+            _ => Vec::new(),
         };
-        let scratch_memory = scratch_memory.transpose().map_err(channel)?;
         let rank = endpoint.rank();
-        let own = &plan.ranks[rank as usize];
-        let (input, output) = match &options.buffers {
-            Buffers::Private => (None, None),
-            Buffers::Registered { input, output } => (Some(input), Some(output)),
-        };
-        let shape = Shape::new(plan, rank);
-        let pre_multiplier =
-            PreMultiplier::prepare(endpoint, plan, &options, shape.uses_input(), deadline)?;
-        let products = pre_multiplier.as_ref().and_then(PreMultiplier::registered);
-        let memories = Memories {
-            input: products.or(input),
-            output,
-            scratch: scratch_memory.as_ref(),
-            packets_offset: scratch,
-        };
-        let channels =
-            Channels::new(endpoint, own, &memories, plan.has_ports(), deadline).map_err(channel)?;
-        let tables = Tables::new(
-            (plan, rank),
-            endpoint.device(),
-            channels,
-            &memories,
-            options.first_epoch,
-        )
-        .map_err(channel);
+        let rooms = plans.iter().map(|(plan, of)| Room::new(plan, of));
+        let rooms = rooms.collect::<Result<Vec<_>, _>>()?;
+        let common = Common::new(endpoint, plans, &rooms, what, deadline)?;
+        let mut image = ImageBuilder::default();
+        let mut drafts = Vec::new();
+        for (index, (plan, options)) in plans.iter().enumerate() {
+            let (input, output) = match &options.buffers {
+                Buffers::Private => (None, None),
+                Buffers::Registered { input, output } => (Some(input), Some(output)),
+            };
+            let shape = Shape::new(plan, rank);
+            let multiplier =
+                PreMultiplier::prepare(endpoint, plan, options, shape.uses_input(), deadline)?;
+            let products = multiplier.as_ref().and_then(PreMultiplier::registered);
+            let memories = Memories {
+                input: products.or(input),
+                output,
+                scratch: common.scratch[index].as_ref(),
+            };
+            let own = &plan.ranks[rank as usize];
+            let semaphores = (&common.semaphores, common.first[index]);
+            let ports = plan.has_ports();
+            let channels = Channels::new(endpoint, own, semaphores, &memories, ports, deadline);
+            let channels = channels.map_err(|source| of_channel(plan, source))?;
+            // What goes wrong from here on does so on this rank alone: the others are told below.
+            let draft = Draft::new(
+                &mut image,
+                (plan, rank),
+                channels,
+                &memories,
+                options.first_epoch,
+            );
+            let draft = draft.map_err(|source| of_channel(plan, source));
+            let machine = machine(endpoint, plan, &memories, options);
+            let made = draft.and_then(|draft| Ok((draft, machine?)));
+            drafts.push(made.map(|(draft, machine)| (draft, machine, shape, multiplier)));
+        }
         // Launches borrow a stream from their context. Each rank holds one until all have come, so that there are
         // as many as ranks: making one while kernels run may wait for them.
-        let ready = tables.and_then(|tables| {
-            let machine = machine(endpoint, plan, &memories, &options)?;
+        let ready = || {
+            let drafts = drafts.into_iter().collect::<Result<Vec<_>, _>>()?;
+            let image = image.finish(endpoint.device(), "laying out a plan");
+            let image = Arc::new(image.map_err(channel)?);
             let stream = match endpoint.device() {
                 Device::Cuda(context) => Some(Stream::new(context)),
                 _ => None,
             };
             let stream = stream.transpose().map_err(|error| ExecutorError::Hal {
-                plan: name(),
+                plan: first.name.clone(),
                 source: error.into(),
             })?;
-            Ok((tables, machine, stream))
-        });
+            Ok((drafts, image, stream))
+        };
         // No rank launches what another cannot.
-        let (tables, machine, _stream) = endpoint.settle(ready, &what, deadline, channel)?;
-        let halves = (scratch_half, packets_half);
-        let element = options.dtype.size() as u32;
-        Ok(Arc::new(Self {
-            endpoint: Arc::clone(endpoint),
-            name: name(),
-            op_names: own
-                .blocks
-                .iter()
-                .map(|ops| ops.iter().map(crossweft_plan::Op::name).collect())
-                .collect(),
-            program: tables.program(plan, rank, halves, element),
-            guard: match &machine {
-                Machine::Cuda(launcher) => Some(launcher.guard()),
-                Machine::Cpu { .. } => None,
-            },
-            machine: Turn::new(machine),
-            call,
-            poisoned: AtomicBool::new(false),
-            pre_multiplier,
-            options,
-            shape,
-            _tables: tables,
-            scratch: scratch_memory,
-        }))
+        let (drafts, image, _stream) = endpoint.settle(ready(), what, deadline, channel)?;
+        let made = drafts.into_iter().zip(plans).zip(rooms).zip(calls);
+        let all = made.zip(common.scratch).map(|(made, scratch)| {
+            let (((draft, (plan, options)), room), call) = made;
+            let (draft, machine, shape, pre_multiplier) = draft;
+            let tables = draft.on(&image);
+            let element = options.dtype.size() as u32;
+            let blocks = plan.ranks[rank as usize].blocks.iter();
+            Arc::new(Self {
+                endpoint: Arc::clone(endpoint),
+                name: plan.name.clone(),
+                op_names: blocks
+                    .map(|ops| ops.iter().map(crossweft_plan::Op::name).collect())
+                    .collect(),
+                program: tables.program(plan, rank, room.halves, element),
+                guard: match &machine {
+                    Machine::Cuda(launcher) => Some(launcher.guard()),
+                    Machine::Cpu { .. } => None,
+                },
+                machine: Turn::new(machine),
+                call,
+                poisoned: AtomicBool::new(false),
+                pre_multiplier,
+                options: options.clone(),
+                shape,
+                _tables: tables,
+                scratch,
+            })
+        });
+        Ok(all.collect())
     }
 
     /// Sets what this rank's input is multiplied by in calls that begin from now on. Local: each rank may give
@@ -338,7 +416,8 @@ impl Prepared {
     /// Bytes of scratch memory that it holds on this rank.
     #[must_use]
     pub fn scratch_bytes(&self) -> u64 {
-        self.scratch.as_ref().map_or(0, |memory| memory.bytes())
+        let scratch = self.scratch.as_ref();
+        scratch.map_or(0, |scratch| scratch.end - scratch.plain)
     }
 
     /// Bytes of the message whose input has `input` bytes and whose output has `output`; a buffer of this rank that
@@ -718,7 +797,7 @@ fn operation(options: &Options) -> String {
 /// What all ranks must agree on, in words.
 fn statement(plan: &Plan, options: &Options) -> String {
     let mut hasher = DefaultHasher::new();
-    plan.to_json().hash(&mut hasher);
+    plan.hash(&mut hasher);
     let Options {
         dtype,
         max_bytes,

@@ -11,7 +11,6 @@ use crossweft_device::channel::PortChannel as PortHandle;
 use crossweft_device::program::{
     BASES_AT, BlockOps, COUNTER_STRIDE, Op, OpKind, Operand, Program, SPACES, Space, flags,
 };
-use crossweft_hal::Device;
 use crossweft_plan::{
     Buffer, ChannelKind, Op as PlanOp, Operand as PlanOperand, Plan, RankProgram,
 };
@@ -23,7 +22,8 @@ const LINE: u64 = BASES_AT;
 /// code alone touches.
 #[derive(Debug)]
 pub(crate) struct Tables {
-    image: Image,
+    /// Other plans' may be in it, too.
+    image: Arc<Image>,
     /// Where the tables are in the image.
     at: Offsets,
     barriers: u32,
@@ -44,29 +44,59 @@ struct Offsets {
 pub(crate) struct Memories<'a> {
     pub(crate) input: Option<&'a Arc<RegisteredMemory>>,
     pub(crate) output: Option<&'a Arc<RegisteredMemory>>,
-    /// Plain scratch memory, with packet memory behind it.
-    pub(crate) scratch: Option<&'a Arc<RegisteredMemory>>,
-    pub(crate) packets_offset: u64,
+    pub(crate) scratch: Option<&'a Scratch>,
+}
+
+/// A plan's part of registered memory: plain scratch memory, with packet memory behind it.
+#[derive(Clone, Debug)]
+pub(crate) struct Scratch {
+    pub(crate) memory: Arc<RegisteredMemory>,
+    /// Where plain memory begins, and packet memory, and where that ends.
+    pub(crate) plain: u64,
+    pub(crate) packets: u64,
+    pub(crate) end: u64,
 }
 
 impl Memories<'_> {
-    /// A buffer: its memory, and where in it it begins; `None` if it is private to its rank.
-    fn at(&self, space: Space) -> (Option<&Arc<RegisteredMemory>>, u64) {
-        match space {
-            Space::Input => (self.input, 0),
-            Space::Output => (self.output, 0),
-            Space::Packets => (self.scratch, self.packets_offset),
-            _ => (self.scratch, 0),
+    /// A buffer: its memory, and where in it it begins and ends at the latest; `None` if it is private to its rank.
+    fn at(&self, space: Space) -> Option<(&Arc<RegisteredMemory>, u64, u64)> {
+        let whole = |memory: &'_ Arc<RegisteredMemory>| memory.bytes();
+        match (space, self.scratch) {
+            (Space::Input, _) => self.input.map(|memory| (memory, 0, whole(memory))),
+            (Space::Output, _) => self.output.map(|memory| (memory, 0, whole(memory))),
+            (Space::Packets, Some(of)) => Some((&of.memory, of.packets, of.end)),
+            (_, Some(of)) => Some((&of.memory, of.plain, of.end)),
+            (_, None) => None,
         }
     }
 
     /// Address of a buffer, 0 if it is private to its rank.
     pub(crate) fn base(&self, rank: u32, space: Space) -> Result<u64, ChannelError> {
         match self.at(space) {
-            (Some(memory), offset) => Ok(memory.addr(rank)? + offset),
-            (None, _) => Ok(0),
+            Some((memory, begin, _)) => Ok(memory.addr(rank)? + begin),
+            None => Ok(0),
         }
     }
+}
+
+/// The numbers of a program's channels in the order of their semaphores. Ends pair up by their order among those to a
+/// peer, and plans count each kind by itself: all memory channels come first, on every rank.
+fn order(program: &RankProgram) -> Vec<usize> {
+    let (mut order, mut ports) = (Vec::new(), Vec::new());
+    for (number, channel) in program.channels.iter().enumerate() {
+        match channel.kind {
+            ChannelKind::Port => ports.push(number),
+            _ => order.push(number),
+        }
+    }
+    order.append(&mut ports);
+    order
+}
+
+/// The peers of a program's channels, in the order of their semaphores.
+pub(crate) fn peers(program: &RankProgram) -> impl Iterator<Item = u32> {
+    let order = order(program).into_iter();
+    order.map(|number| program.channels[number].peer)
 }
 
 /// The channels of one rank.
@@ -88,49 +118,38 @@ struct Ports {
 }
 
 impl Channels {
-    /// Makes what `program` needs. Collective; `ports` says whether any rank has port channels.
+    /// Makes what `program` needs, with the semaphores of `pool` from `first` on. Collective if `ports` says that any rank
+    /// has port channels, else local.
     pub(crate) fn new(
         endpoint: &Arc<Endpoint>,
         program: &RankProgram,
+        (pool, first): (&Arc<SemaphorePool>, usize),
         memories: &Memories<'_>,
         ports: bool,
         deadline: Instant,
     ) -> Result<Self, ChannelError> {
-        // Ends pair up by their order among those to a peer, and plans count each kind by itself:
-        // all memory channels come first, on every rank.
-        let of = |kind| {
-            let channels = program.channels.iter().enumerate();
-            channels
-                .filter(move |(_, c)| c.kind == kind)
-                .map(|(number, _)| number)
-        };
-        let order: Vec<usize> = of(ChannelKind::Memory)
-            .chain(of(ChannelKind::Port))
-            .collect();
-        let peers: Vec<u32> = order
-            .iter()
-            .map(|&number| program.channels[number].peer)
-            .collect();
-        let pool = Arc::new(SemaphorePool::new(endpoint, &peers, deadline)?);
+        let order = order(program);
         let mut semaphores = vec![0; order.len()];
-        for (place, &number) in order.iter().enumerate() {
+        for (place, &number) in (first..).zip(&order) {
             semaphores[number] = place;
         }
         let ports = if ports {
             let service = ProxyService::new(endpoint, &ProxyOptions::default(), deadline)?;
             let mut ids = [0; SPACES as usize];
             for space in [Space::Input, Space::Output, Space::Scratch, Space::Packets] {
-                if let (Some(memory), offset) = memories.at(space) {
-                    let bytes = memory.bytes() - offset;
-                    ids[space as usize] = service.add_range(memory, offset, bytes)?;
+                if let Some((memory, begin, end)) = memories.at(space) {
+                    ids[space as usize] = service.add_range(memory, begin, end - begin)?;
                 }
             }
             // The triggers of a plan name their memories themselves.
             let any = ids[Space::Scratch as usize].max(ids[Space::Input as usize]);
-            let channels = of(ChannelKind::Port)
+            let is_port = |number: &usize| program.channels[*number].kind == ChannelKind::Port;
+            let channels = order
+                .into_iter()
+                .filter(is_port)
                 .map(|number| {
                     let place = semaphores[number];
-                    Ok((number, service.channel(&pool, place, any, any, deadline)?))
+                    Ok((number, service.channel(pool, place, any, any, deadline)?))
                 })
                 .collect::<Result<_, ChannelError>>()?;
             Some(Ports {
@@ -142,17 +161,26 @@ impl Channels {
             None
         };
         Ok(Self {
-            pool,
+            pool: Arc::clone(pool),
             semaphores,
             ports,
         })
     }
 }
 
-impl Tables {
+/// Tables that are laid out in an image which is not yet on the device.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    at: Offsets,
+    barriers: u32,
+    channels: Channels,
+}
+
+impl Draft {
+    /// Appends the tables to `image`.
     pub(crate) fn new(
+        image: &mut ImageBuilder,
         (plan, rank): (&Plan, u32),
-        device: &Device,
         channels: Channels,
         memories: &Memories<'_>,
         first_epoch: u64,
@@ -200,13 +228,13 @@ impl Tables {
             .iter()
             .map(|&place| channels.pool.handle(place));
         let semaphores: Vec<_> = semaphores.collect();
-        let mut image = ImageBuilder::default();
         let stride = blocks.iter().map(Lowering::bytes).max().unwrap_or(0);
+        let tables = image.zeros(0);
         for block in blocks {
-            block.put(&mut image, stride);
+            block.put(image, stride);
         }
         let at = Offsets {
-            tables: 0,
+            tables,
             stride,
             semaphores: image.put(&semaphores),
             ports: image.put(&ports),
@@ -214,13 +242,24 @@ impl Tables {
             counters: image.put(&counters),
         };
         Ok(Self {
-            image: image.finish(device, "laying out a plan")?,
             at,
             barriers,
-            _channels: channels,
+            channels,
         })
     }
 
+    /// The tables, in the image that they were laid out in.
+    pub(crate) fn on(self, image: &Arc<Image>) -> Tables {
+        Tables {
+            image: Arc::clone(image),
+            at: self.at,
+            barriers: self.barriers,
+            _channels: self.channels,
+        }
+    }
+}
+
+impl Tables {
     /// The program that points into these tables; valid for as long as they live.
     pub(crate) fn program(
         &self,

@@ -455,6 +455,18 @@ fn modules_are_loaded_once_for_all_who_have_them() {
     assert!(stub.calls().contains(&"cuModuleUnload".to_owned()));
     get(&options);
     assert_eq!(loads(), 1);
+    // By name, the text is made only where it is needed.
+    let made = std::cell::Cell::new(0);
+    let named = |name| {
+        let text = || {
+            made.set(made.get() + 1);
+            TEXT.to_owned()
+        };
+        Module::shared_by_name(&context, name, text, &options).unwrap()
+    };
+    let (one, again, other) = (named("one"), named("one"), named("other"));
+    assert!(std::sync::Arc::ptr_eq(&one, &again) && !std::sync::Arc::ptr_eq(&one, &other));
+    assert_eq!((loads(), made.get()), (2, 2));
 }
 
 #[test]

@@ -19,6 +19,8 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod part;
+
 use crossweft_device::DataType;
 pub use crossweft_device::gpu::{
     ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, MAX_OPERANDS, Norm, OneShot,
@@ -62,6 +64,13 @@ impl Module {
         let most = (1 << 16) / self.threads / 8 * 8;
         // What instructions have bits for.
         if most > 248 { 248 } else { most }
+    }
+
+    /// The text with one of its [`entries`](Self::entries) alone, and what that calls, so that a driver compiles nothing
+    /// else; `None` if it has no entry of that name.
+    #[must_use]
+    pub fn part(&self, entry: &str) -> Option<String> {
+        part::part(self.ptx, entry)
     }
 }
 

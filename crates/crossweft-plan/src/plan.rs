@@ -23,7 +23,7 @@ pub enum InPlace {
 }
 
 /// A communication plan for a fixed number of ranks and any message size.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Plan {
     /// Name for people.
@@ -61,7 +61,7 @@ pub struct Plan {
 }
 
 /// One rank's part of a plan.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct RankProgram {
@@ -78,7 +78,7 @@ pub struct RankProgram {
 }
 
 /// One end of a channel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Channel {
     /// The rank at the other end.
@@ -114,7 +114,7 @@ impl ChannelKind {
 }
 
 /// A group of ranks whose buffers can be reached at once where the hardware has multicast.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Switch {
     /// The members.
@@ -212,7 +212,7 @@ impl Operand {
 }
 
 /// An operation of a thread block.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Op {

@@ -1,14 +1,14 @@
 //! Communicators, and what is prepared on them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crossweft_channel::Endpoint;
 use crossweft_collective::{
     AllReduceRmsNorm, Collective, CollectiveOptions, Communicator as Core, CommunicatorOptions,
-    DataType, Devices, Exchange, ExchangeOptions, Explanation, PreparedCollective, ReduceOp,
-    Request, Scalar, collective_named,
+    DataType, Devices, Exchange, ExchangeOptions, Explanation, Place as Buffers,
+    PreparedCollective, ReduceOp, Request, Scalar, collective_named,
 };
 use crossweft_executor::{ExecutorError, Options, RawBuffers, Stage, Staged};
 use crossweft_hal::{Device, HalError, cuda};
@@ -22,7 +22,9 @@ use pyo3::types::PyBytes;
 use crate::error::{self, Exception};
 use crate::exchange::{self, Call, Layout, Message, MessageGroup, Way};
 use crate::plan::{self, Plan};
+use crate::pool::{self, Places, Pool};
 use crate::rms_norm;
+use crate::slow::Slow;
 use crate::tensor::{Place, Tensor};
 use crate::wait::{Signals, interruptible};
 use crate::watch::{Launches, Watch};
@@ -113,8 +115,18 @@ pub(crate) struct Communicator {
     rms_norms: Mutex<HashMap<rms_norm::Key, Arc<AllReduceRmsNorm>>>,
     replaced_rms_norms: Mutex<Vec<Arc<AllReduceRmsNorm>>>,
     exchange: Mutex<Option<Arc<Exchange>>>,
+    /// Symmetric memory that tensors may lie in.
+    pool: OnceLock<Arc<Pool>>,
     /// Of launches on streams, where there are any.
     watch: Option<Watch>,
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if let Some(pool) = self.pool.get() {
+            pool.abandon();
+        }
+    }
 }
 
 /// What a plan is prepared for, apart from the size.
@@ -137,6 +149,8 @@ struct CollectiveKey {
     multiplies: bool,
     /// Whether calls are in place, where there are plans that could then be chosen.
     in_place: Option<bool>,
+    /// Whether tensors lie in the pool.
+    symmetric: bool,
 }
 
 /// How a collective reduces.
@@ -233,6 +247,7 @@ impl Communicator {
             rms_norms: Mutex::default(),
             replaced_rms_norms: Mutex::default(),
             exchange: Mutex::default(),
+            pool: OnceLock::new(),
             watch,
         })
     }
@@ -253,6 +268,22 @@ impl Communicator {
         };
         let done = interruptible(py, work, |reason| self.core.abort(reason))?;
         done.map_err(|error| self.failed(&error))
+    }
+
+    /// Prepares something together with the others, and says so where it takes long.
+    fn preparing<T: Send>(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        work: impl FnOnce(&Core) -> Result<T, crossweft_collective::CollectiveError> + Send,
+    ) -> PyResult<T> {
+        let is_told = self.rank() == 0 && self.is_on_gpu();
+        let told = is_told.then(|| Slow::new(format!("{what} on {}", self.device())));
+        let done = self.together(py, work)?;
+        if let Some(told) = told {
+            told.done();
+        }
+        Ok(done)
     }
 
     fn watch<T: Launches + 'static>(&self, one: &Arc<T>) {
@@ -332,7 +363,9 @@ impl Communicator {
         } else {
             Stage::WhereNeeded
         };
-        let prepared = self.together(py, |core| core.prepare(&plan.core, options, stage))?;
+        let what = format!("preparing plan `{}` for {dtype}", plan.core.name);
+        let prepared =
+            self.preparing(py, &what, |core| core.prepare(&plan.core, options, stage))?;
         let prepared = Arc::new(prepared);
         self.watch(&prepared);
         Ok(prepared)
@@ -366,16 +399,43 @@ impl Communicator {
         let scale = scale.map(|scale| Scale::new(scale, dtype, operands.place(), stream));
         let scale = scale.transpose()?;
         let has_plans = !self.core.selection().registry().plans().is_empty();
+        let places = self.places(&operands)?;
         let key = CollectiveKey {
             collective,
             dtype,
             op,
             multiplies: scale.is_some(),
             in_place: has_plans.then_some(operands.output.is_none()),
+            symmetric: places.is_some(),
         };
         let prepared = self.prepared_collective(py, (key, scale.as_ref()), bytes)?;
-        self.launch_collective(py, &prepared.call, &mut operands, bytes, stream)?;
+        self.launch_collective(py, &prepared.call, (&mut operands, places), bytes, stream)?;
         Ok(output.unwrap_or(input).clone())
+    }
+
+    /// Where operands lie in the pool, if there is one and both do: the same on every rank.
+    fn places(&self, operands: &Operands) -> PyResult<Places> {
+        let Some(pool) = self.pool.get() else {
+            return Ok(None);
+        };
+        let offset = |tensor: &Tensor| pool.offset(tensor.address, tensor.bytes);
+        let output = operands.output.as_ref().unwrap_or(&operands.input);
+        let places = offset(&operands.input).zip(offset(output));
+        let Some(other) = pool.note(places) else {
+            return Ok(places);
+        };
+        let ours = places.map_or_else(|| "not both in the pool".to_owned(), Pool::describe);
+        let message = format!(
+            "rank {} has the tensors of this call {}, rank {} {ours}: ranks must allocate the same tensors from the pool, \
+             and free them, in the same order",
+            other.rank,
+            Pool::describe(other.theirs),
+            self.rank()
+        );
+        // The others may be in the call already.
+        self.core.abort(&message);
+        let mismatch = Exception::new("Mismatch", message).number("rank", self.rank());
+        Err(mismatch.number("peer", other.rank).into())
     }
 
     /// Bytes of a message of tensors that must be as large as the collective says. One that it has no use for
@@ -441,12 +501,17 @@ impl Communicator {
             dtype,
             op,
             in_place,
+            symmetric,
             ..
         } = key;
         let mut options = CollectiveOptions::new(dtype, op, max_bytes);
         options.pre_multiply = scale.map(|scale| scale.scalar);
         options.in_place = in_place;
-        let call = self.together(py, |core| core.collective(collective, options))?;
+        if let Some(pool) = self.pool.get().filter(|_| symmetric) {
+            options = options.symmetric(pool.buffer(), pool.buffer());
+        }
+        let what = format!("preparing {} of {dtype}", collective.name());
+        let call = self.preparing(py, &what, |core| core.collective(collective, options))?;
         let prepared = Arc::new(Prepared { call, max_bytes });
         self.watch(&prepared);
         let replaced = lock(&self.collectives).insert(key, Arc::clone(&prepared));
@@ -466,7 +531,9 @@ impl Communicator {
             return Ok(Arc::clone(found));
         }
         let max_tokens = tokens.checked_next_power_of_two().unwrap_or(tokens);
-        let made = self.together(py, |core| core.all_reduce_rms_norm(key.options(max_tokens)))?;
+        let options = key.options(max_tokens);
+        let what = format!("preparing all-reduce and RMS norm of {}", options.dtype);
+        let made = self.preparing(py, &what, |core| core.all_reduce_rms_norm(options))?;
         let made = Arc::new(made);
         self.watch(&made);
         let replaced = lock(&self.rms_norms).insert(key, Arc::clone(&made));
@@ -479,7 +546,7 @@ impl Communicator {
         &self,
         py: Python<'_>,
         call: &PreparedCollective,
-        operands: &mut Operands,
+        (operands, places): (&mut Operands, Places),
         bytes: u64,
         stream: Option<u64>,
     ) -> PyResult<()> {
@@ -503,14 +570,17 @@ impl Communicator {
             Some(_) => (0, 0),
         };
         let (input, output) = (input + own_input, output + own_output);
+        // Peers reach registered memory by where it begins.
+        let offsets = |done| places.map_or((0, 0), |(input, output)| (input + done, output + done));
         let launch = || {
             let mut done = 0;
             while done < bytes {
+                let (input_offset, output_offset) = offsets(done);
                 let buffers = RawBuffers {
                     input: input + done,
                     output: output + done,
-                    input_offset: 0,
-                    output_offset: 0,
+                    input_offset,
+                    output_offset,
                     bytes: (bytes - done).min(piece as u64),
                 };
                 // SAFETY: device memory of the tensors, contiguous, checked not to overlap; libraries keep
@@ -873,7 +943,9 @@ impl Communicator {
     }
 
     /// What a size takes, and why not something else.
-    #[pyo3(signature = (collective, bytes, *, dtype = None, op = "sum", root = 0, in_place = None))]
+    #[pyo3(signature = (
+        collective, bytes, *, dtype = None, op = "sum", root = 0, in_place = None, symmetric = false
+    ))]
     #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
     fn explain<'py>(
         &self,
@@ -884,6 +956,7 @@ impl Communicator {
         op: &str,
         root: u32,
         in_place: Option<bool>,
+        symmetric: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let found = collective_named(collective, root).ok_or_else(|| {
             Exception::usage(format!("there is no collective `{collective}` to call"))
@@ -894,7 +967,10 @@ impl Communicator {
         let message = bytes / u64::from(i.max(o)) / element * element;
         let mut options = CollectiveOptions::new(dtype, plan::reduce_op(op)?, message);
         options.in_place = in_place;
-        let request = Request::new(&self.core, found, &options);
+        let mut request = Request::new(&self.core, found, &options);
+        if symmetric {
+            request.place = Buffers::OneSymmetric;
+        }
         let selection = self.core.selection();
         let explanation = py.detach(|| Explanation::new(&request, message, &selection));
         py.import("json")?
@@ -923,18 +999,60 @@ impl Communicator {
             true => &[Some(true), Some(false)],
             false => &[None],
         };
+        let places: &[_] = match self.pool.get() {
+            Some(_) => &[false, true],
+            None => &[false],
+        };
         for &in_place in ways {
-            let key = CollectiveKey {
-                collective: found,
-                dtype,
-                op: plan::reduce_op(op)?,
-                multiplies: false,
-                in_place,
-            };
-            let message = bytes.div_ceil(u64::from(i.max(o)));
-            self.prepared_collective(py, (key, None), message)?;
+            for &symmetric in places {
+                let key = CollectiveKey {
+                    collective: found,
+                    dtype,
+                    op: plan::reduce_op(op)?,
+                    multiplies: false,
+                    in_place,
+                    symmetric,
+                };
+                let message = bytes.div_ceil(u64::from(i.max(o)));
+                self.prepared_collective(py, (key, None), message)?;
+            }
         }
         Ok(())
+    }
+
+    /// Compiles the kernels of element types together with the other ranks.
+    #[pyo3(name = "compile")]
+    fn compile_kernels(&self, py: Python<'_>, dtypes: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+        let dtypes = dtypes.iter().map(|dtype| plan::dtype(Some(dtype)));
+        let dtypes: Vec<DataType> = dtypes
+            .filter_map(PyResult::transpose)
+            .collect::<Result<_, _>>()?;
+        let names: Vec<&str> = dtypes.iter().map(|dtype| dtype.name()).collect();
+        let what = format!("compiling kernels of {}", names.join(", "));
+        self.preparing(py, &what, |core| core.compile(&dtypes))
+    }
+
+    /// Makes the pool of symmetric memory, of `bytes` bytes on every rank. Returns the names of the functions by which an
+    /// allocator takes memory of it and gives it back.
+    fn make_pool(&self, py: Python<'_>, bytes: u64) -> PyResult<(String, String)> {
+        let context = pool::context(self.core.device()).ok_or_else(|| {
+            Exception::usage(
+                "a pool of symmetric memory is for torch's CUDA tensors, and this communicator is on the CPU",
+            )
+        })?;
+        if self.pool.get().is_some() {
+            return Err(Exception::usage("this communicator has a pool already"));
+        }
+        let made = self.together(py, |core| Pool::new(core, context, bytes))?;
+        Ok(self.pool.get_or_init(|| made).functions())
+    }
+
+    /// The pool's address, its size and how much of it is in use, in bytes; none without a pool.
+    #[getter]
+    fn pool(&self) -> Option<(u64, u64, u64)> {
+        let pool = self.pool.get()?;
+        let (address, bytes) = pool.range();
+        Some((address, bytes, pool.used()))
     }
 
     /// Raises what went wrong in launches on streams, once those have come to their end.

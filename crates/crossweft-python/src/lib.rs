@@ -8,8 +8,10 @@
 //! * `rms_norm`: all-reduces with what follows them in a transformer;
 //! * `exchange`: messages between pairs of ranks, collectives with blocks of any size;
 //! * `moe`: mixtures of experts;
-//! * `tensor`: memory of other libraries (`dlpack`, `buffer`), with the only `unsafe` code;
+//! * `pool`: symmetric memory for torch's allocator;
+//! * `tensor`: memory of other libraries (`dlpack`, `buffer`);
 //! * `error`: exceptions, whose classes are `crossweft.errors`;
+//! * `slow`: a word where something takes long;
 //! * `wait`: waits that leave the interpreter to others and end at a signal;
 //! * `watch`: kernels that wait are ended when the job has failed.
 //!
@@ -27,7 +29,9 @@ mod language;
 mod moe;
 mod moe_cuda;
 mod plan;
+mod pool;
 mod rms_norm;
+mod slow;
 mod tensor;
 mod wait;
 mod watch;

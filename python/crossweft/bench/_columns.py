@@ -164,6 +164,35 @@ class CrossweftGraph(CrossweftEager):
     is_graph = True
 
 
+class CrossweftSymmetric(Column):
+    """This package in a CUDA graph, on tensors that all ranks reach."""
+
+    name = "crossweft graph, symmetric"
+    is_graph = True
+    #: Bytes of memory for them.
+    room = 1 << 30
+
+    def open(self) -> None:
+        """See Column."""
+        ours = self.machine.ours
+        # One of its own, as what a pool's calls compare is no part of the others.
+        self._ours = AllReduceCommunicator(device=ours.device, max_bytes=ours.max_bytes, name="benchmark, symmetric")
+        self._pool = self._ours.mem_pool(self.room)
+
+    def bind(self, case: Case) -> Call | None:
+        """See Column."""
+        # Segments of torch's allocator are larger than what is asked for.
+        if case.nbytes + (32 << 20) > self.room - self._pool.used:
+            return None
+        with torch.cuda.use_mem_pool(self._pool, self.machine.device):
+            tensor = torch.empty(case.shape, dtype=case.dtype, device=self.machine.device)
+        return self._in_place(case, self._ours.all_reduce_, tensor)
+
+    def close(self) -> None:
+        """See Column."""
+        self._ours.close()
+
+
 class NcclGraph(Column):
     """NCCL in a CUDA graph, called as engines call it."""
 
@@ -193,16 +222,15 @@ class NcclGraph(Column):
 
 
 class CrossweftNccl(Column):
-    """crossweft's library with NCCL's interface."""
+    """crossweft's library with NCCL's interface, on GPUs in a CUDA graph."""
 
     name = "crossweft by NCCL's interface"
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        if machine.device.type != "cpu":
-            raise LeftOut("this benchmark calls it on host memory only; on GPUs preload it, docs/nccl.md")
-        # Else it declines, lest pointers of GPUs be taken for the host's.
-        os.environ.setdefault("CROSSWEFT_DEVICE", "cpu")
+        self.is_graph = machine.device.type == "cuda"
+        # Whose memory pointers are in.
+        os.environ.setdefault("CROSSWEFT_DEVICE", machine.device.type)
         try:
             self._nccl = Nccl(crossweft_library(machine.nccl_library))
         except NcclError as error:
@@ -214,7 +242,7 @@ class CrossweftNccl(Column):
 
     def bind(self, case: Case) -> Call | None:
         """See Column."""
-        return self._in_place(case, self._nccl.all_reduce)
+        return self._in_place(case, lambda tensor: self._nccl.all_reduce(tensor, self.machine.stream()))
 
     def close(self) -> None:
         """See Column."""
@@ -228,7 +256,8 @@ class CrossweftNcclWindows(CrossweftNccl):
 
     def bind(self, case: Case) -> Call | None:
         """See Column."""
-        return self._in_place(case, self._nccl.all_reduce, self._nccl.window(case.shape, case.dtype))
+        shared = self._nccl.window(case.shape, case.dtype, self.machine.device)
+        return self._in_place(case, lambda tensor: self._nccl.all_reduce(tensor, self.machine.stream()), shared)
 
     def release(self) -> None:
         """See Column."""
@@ -282,9 +311,13 @@ class TorchTwoShot(_Symmetric):
 
 
 class _Norm(Column):
-    """All-reduce, then residual addition and RMS normalisation."""
+    """All-reduce, then residual addition and RMS normalisation; on GPUs in a CUDA graph."""
 
     normalises = True
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.is_graph = machine.device.type == "cuda"
 
     def reduce(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor by the sum of all ranks'."""
@@ -347,6 +380,7 @@ COLUMNS: tuple[type[Column], ...] = (
     TorchEager,
     CrossweftEager,
     CrossweftGraph,
+    CrossweftSymmetric,
     NcclGraph,
     TorchOneShot,
     TorchTwoShot,

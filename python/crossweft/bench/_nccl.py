@@ -1,4 +1,4 @@
-"""Libraries with NCCL's C interface, by ctypes: NCCL itself on CUDA devices, here crossweft's on host memory."""
+"""Libraries with NCCL's C interface, by ctypes: NCCL itself, and crossweft's."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Nccl:
         self._call("ncclAllReduce", address, address, count, dtype, _SUM, self._communicator, handle)
         return tensor
 
-    def window(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of host memory that all ranks can reach. Collective; it lives as long as the communicator."""
+    def window(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor that all ranks can reach. Collective; its memory lives until windows are freed."""
         count = torch.Size(shape).numel()
         size = max(count * dtype.itemsize, 1)
         address, window = ctypes.c_void_p(), ctypes.c_void_p()
@@ -65,6 +65,9 @@ class Nccl:
         registered = (self._communicator, address, ctypes.c_size_t(size), ctypes.byref(window), _SYMMETRIC)
         self._call("ncclCommWindowRegister", *registered)
         self._windows.append((window, address))
+        if device.type == "cuda":
+            flat = torch.as_tensor(_CudaBytes(address.value or 0, size), device=device)
+            return flat.view(dtype)[:count].view(shape)
         memory = (ctypes.c_char * size).from_address(address.value or 0)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
@@ -84,6 +87,18 @@ class Nccl:
         code = getattr(self._library, name)(*arguments)
         if code != 0:
             raise NcclError(f"{name}: {self._library.ncclGetErrorString(code).decode()}")
+
+
+class _CudaBytes:
+    """Bytes of device memory, as torch takes them without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def crossweft_library(given: str | None = None) -> str:

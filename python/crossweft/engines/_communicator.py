@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from .._crossweft import __version__
 from ..torch import AllReduceCommunicator
+from ..torch._dtypes import DTYPES
 
 T = TypeVar("T")
 
@@ -138,9 +139,9 @@ class EngineCommunicator(AllReduceCommunicator):
             raise RuntimeError(f"the communicator computes on {self.device}, the engine's tensors are on {device}")
         if device.type != "cuda":
             return
+        self.communicator.compile([DTYPES[dtype] for dtype in self._dtypes])
         for dtype in self._dtypes:
             if self.rank == 0:
-                # Where nothing was compiled on this machine before, each takes two seconds.
                 self._log.info("crossweft, %s: preparing kernels and memory for %s", self.name, dtype)
             block = torch.zeros(self.max_bytes // dtype.itemsize, dtype=dtype, device=device)
             self.all_reduce_(block)

@@ -16,6 +16,7 @@ from .._torch import from_process_group
 from ..errors import Mismatch, TensorError, UsageError
 from ._dtypes import DTYPES, ReduceOp, op_name, reduce_op
 from ._layout import flat, is_dense, written
+from ._pool import SymmetricPool
 from ._rms_norm import normalise
 from ._streams import StreamOrder
 
@@ -90,6 +91,7 @@ class AllReduceCommunicator:
         self._world_size = self._communicator.world_size
         self._device = torch.device(self._communicator.device)
         self._streams = StreamOrder(self._device) if self._device.type == "cuda" else None
+        self._pool: SymmetricPool | None = None
         self._max_bytes = max_bytes
         self._name = name or f"{self._world_size} ranks on {self._device}"
         self._counts = Counts(self._name, self._communicator)
@@ -203,9 +205,35 @@ class AllReduceCommunicator:
             op=operation,
         )
 
-    def _count(self, operation: str, tensor: torch.Tensor, direct: bool, op: str = "", blocks: int = 1) -> None:
+    def _count(
+        self,
+        operation: str,
+        tensor: torch.Tensor,
+        direct: bool,
+        op: str = "",
+        blocks: int = 1,
+        result: torch.Tensor | None = None,
+    ) -> None:
+        """Counts a call on what the tensor is, or on a copy of it, and on its result unless that is in place."""
         path = "direct" if direct else "staged"
+        pool = self._pool
+        if pool is not None and direct and pool.holds(tensor) and (result is None or pool.holds(result)):
+            path = "symmetric"
         self._counts.call(operation, path, DTYPES[tensor.dtype], op, tensor.nbytes * blocks)
+
+    def _result(self, source: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """A new tensor like another, or of another shape, in the pool if the other is."""
+        pool = self._pool
+        if pool is not None and pool.holds(source):
+            with torch.cuda.use_mem_pool(pool, self._device):
+                return self._new(source, shape)
+        return self._new(source, shape)
+
+    @staticmethod
+    def _new(source: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
+        if shape is None:
+            return torch.empty_like(source, requires_grad=False)
+        return torch.empty(tuple(shape), dtype=source.dtype, device=source.device)
 
     def _stream(self) -> int | None:
         """Where a call goes: the raw handle of a stream, or none on the host."""
@@ -214,6 +242,22 @@ class AllReduceCommunicator:
     def check(self) -> None:
         """Raises what went wrong in calls on CUDA streams, once those have come to their end."""
         self._communicator.check()
+
+    def mem_pool(self, nbytes: int) -> SymmetricPool:
+        """A pool for ``torch.cuda.use_mem_pool``, of ``nbytes`` bytes on every rank, whose tensors all ranks reach:
+        calls on those copy nothing that they need not. Collective; a communicator has one.
+
+        Ranks must make and free the same tensors of the pool in the same order, so that those of a call lie at the same
+        places on all of them; a difference is raised as Mismatch and ends the job. Where the pool has no room, torch
+        raises its OutOfMemoryError. The memory stays until the communicator and all tensors of the pool are gone.
+
+        Raises UsageError on the CPU, or if there is one already.
+        """
+        if self._device.type == "cpu":
+            raise UsageError("mem_pool is for CUDA tensors, and this communicator is on the CPU")
+        with torch.cuda.device(self._device):
+            self._pool = SymmetricPool(self._communicator, nbytes)
+        return self._pool
 
     def prepare(
         self,
@@ -250,13 +294,13 @@ class AllReduceCommunicator:
         direct = is_dense(tensor)
         source = tensor if direct else _dense(tensor)
         if out is None:
-            result = torch.empty_like(source, requires_grad=False)
+            result = self._result(source)
         else:
             self._fits("all_reduce", out, tensor.shape, tensor)
             # Elements meet by where they lie.
             direct = direct and out.stride() == source.stride()
             result = out if direct else torch.empty_like(source)
-        self._count("all_reduce", tensor, direct, name)
+        self._count("all_reduce", tensor, direct, name, result=result)
         self._communicator.all_reduce(flat(source), flat(result), op=name, scale=scale, stream=self._stream())
         if out is None:
             return result
@@ -360,9 +404,13 @@ class AllReduceCommunicator:
             self._fits(operation, out, shape, tensor)
         is_staged_out = out is not None and not out.is_contiguous()
         path = tensor.is_contiguous() and not is_staged_out
-        self._count(operation if counts is None else f"{operation}_v", tensor, path, op or "", blocks)
         source = tensor.contiguous()
-        result = tensor.new_empty(shape) if out is None or is_staged_out else out
+        result = self._result(source, shape) if out is None or is_staged_out else out
+        if counts is None:
+            self._count(operation, tensor, path, op or "", blocks, result)
+        else:
+            # By messages, which do not know of symmetric memory.
+            self._counts.call(f"{operation}_v", "direct" if path else "staged", DTYPES[tensor.dtype], "", tensor.nbytes)
         if operation == "all_gather":
             self._communicator.all_gather(source, result, stream=self._stream())
         elif operation == "reduce_scatter":

@@ -34,7 +34,8 @@ impl Default for CompileOptions {
 /// A module that [`Module::shared`] has loaded.
 #[derive(Debug)]
 pub(super) struct Loaded {
-    ptx: &'static str,
+    /// Its text, or its name.
+    key: &'static str,
     options: CompileOptions,
     module: Weak<Module>,
 }
@@ -129,19 +130,45 @@ impl Module {
         ptx: &'static str,
         options: &CompileOptions,
     ) -> Result<Arc<Self>, CudaError> {
+        Self::shared_as(context, ptx, options, || {
+            Self::load(context, name, ptx, options)
+        })
+    }
+
+    /// The same for a text that is made where it is needed: one for each name.
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load).
+    pub fn shared_by_name(
+        context: &Arc<Context>,
+        name: &'static str,
+        text: impl FnOnce() -> String,
+        options: &CompileOptions,
+    ) -> Result<Arc<Self>, CudaError> {
+        Self::shared_as(context, name, options, || {
+            Self::load(context, name, &text(), options)
+        })
+    }
+
+    fn shared_as(
+        context: &Context,
+        key: &'static str,
+        options: &CompileOptions,
+        load: impl FnOnce() -> Result<Arc<Self>, CudaError>,
+    ) -> Result<Arc<Self>, CudaError> {
         // Held while it is loaded, so that it is loaded once.
         let mut modules = context
             .modules
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         modules.retain(|loaded| loaded.module.strong_count() > 0);
-        let same = |loaded: &&Loaded| std::ptr::eq(loaded.ptx, ptx) && loaded.options == *options;
+        let same = |loaded: &&Loaded| loaded.key == key && loaded.options == *options;
         if let Some(module) = modules.iter().find(same).and_then(|l| l.module.upgrade()) {
             return Ok(module);
         }
-        let module = Self::load(context, name, ptx, options)?;
+        let module = load()?;
         modules.push(Loaded {
-            ptx,
+            key,
             options: options.clone(),
             module: Arc::downgrade(&module),
         });
