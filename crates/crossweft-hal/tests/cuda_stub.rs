@@ -357,6 +357,7 @@ fn streams_wait_no_longer_than_they_may() {
         "it would spoil the capture"
     );
 
+    assert_eq!(stream.id().unwrap(), Some(5));
     // SAFETY: the stub looks behind no stream.
     let theirs = unsafe { Stream::from_raw(&context, 0xabc0) };
     assert_eq!(theirs.raw(), 0xabc0);

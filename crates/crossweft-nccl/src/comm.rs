@@ -14,7 +14,7 @@ use crossweft_collective::{Communicator, CommunicatorOptions, DataType};
 use crossweft_hal::Device;
 use crossweft_net::{Cancel, Group, JoinOptions, RendezvousOptions, UniqueId};
 
-use crate::call::{Call, Reduction, reduce_op};
+use crate::call::{Call, CollectiveCall, Reduction, reduce_op};
 use crate::config::Config;
 use crate::delegate::{self, Delegate};
 use crate::derive::Derived;
@@ -267,13 +267,20 @@ impl Comm {
 
     /// Whether calls may be made; the communicator to make them on.
     pub(crate) fn usable(&self) -> Result<&Communicator, Error> {
-        self.ready()?;
-        self.idle()
+        let (busy, phase) = {
+            let state = lock(&self.state);
+            (state.busy, state.phase.clone())
+        };
+        self.ready(phase)?;
+        match busy {
+            true => Err(self.not_ready()),
+            false => self.communicator(),
+        }
     }
 
-    /// Whether calls may be made once it is no longer busy.
-    fn ready(&self) -> Result<(), Error> {
-        match self.phase() {
+    /// Whether calls may be made in this phase once it is no longer busy.
+    fn ready(&self, phase: Phase) -> Result<(), Error> {
+        match phase {
             // A launch would not tell.
             Phase::Idle if self.is_on_gpu() => self.lost().map_or(Ok(()), Err),
             Phase::Idle => Ok(()),
@@ -403,7 +410,7 @@ impl Comm {
     }
 
     /// Does something that all ranks do; whatever goes wrong ends the communicator.
-    fn step(&self, act: impl FnOnce(&mut Engine) -> Result<(), Error>) -> Result<(), Error> {
+    fn step<T>(&self, act: impl FnOnce(&mut Engine) -> Result<T, Error>) -> Result<T, Error> {
         self.notes.get().into_iter().for_each(|notes| notes.go_on());
         let result = failure::guarded(|| self.with_engine(act)?);
         if let Err(error) = &result {
@@ -438,6 +445,15 @@ impl Comm {
     /// Launches calls that were prepared on their streams. Returns at once.
     pub(crate) fn launch(&self, calls: Vec<Call>) -> Result<(), Error> {
         self.step(|engine| engine.launch(calls))
+    }
+
+    /// Launches a collective by itself, if this communicator's calls are launched by whoever makes them and this one is
+    /// prepared; says whether. Returns at once, and needs no memory.
+    pub(crate) fn launch_prepared(&self, call: &CollectiveCall) -> Result<bool, Error> {
+        match self.is_on_gpu() && self.config.blocking {
+            true => self.step(|engine| engine.launch_prepared(call)),
+            false => Ok(false),
+        }
     }
 
     /// Ends the other ranks' waits if what went wrong here is nothing that they find out by themselves.
@@ -597,7 +613,7 @@ impl Comm {
 
     /// `ncclCommSuspend`.
     pub(crate) fn suspend(&self) -> Result<(), Error> {
-        self.ready()?;
+        self.ready(self.phase())?;
         self.with_engine(Engine::clear)??;
         self.settle(Phase::Suspended);
         Ok(())

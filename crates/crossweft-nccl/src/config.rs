@@ -157,7 +157,7 @@ pub(crate) fn check_collective(config: &Versioned) -> Result<(), Error> {
     if fields.given >= 72 && pointer(64) != [0; 8] {
         return Err(Error::unsupported(
             "launchCompletionEvent",
-            "leave it NULL: on host memory a call is complete when it returns",
+            "leave it NULL, and record an event on the stream behind the call",
         ));
     }
     Ok(())

@@ -117,7 +117,7 @@ impl Engine {
             exchange: communicator.exchange(&ExchangeOptions::default())?,
             one_sided: communicator.one_sided()?,
         });
-        let lane = Lane::new(communicator, &messaging);
+        let lane = Lane::new(communicator, &messaging, &notes);
         let (endpoint, what) = (communicator.endpoint(), "initialising the communicator");
         let deadline = Instant::now() + communicator.timeout();
         let lane = endpoint.settle(lane, what, deadline, Error::from)?;
@@ -242,6 +242,8 @@ impl Engine {
         }
         streams.dedup();
         if !streams.is_empty() {
+            let peers = sends.iter().map(|(peer, ..)| *peer);
+            lane.expect(peers.chain(receives.iter().map(|(peer, ..)| *peer)))?;
             let recorded = lane.in_order(&streams, |stream| {
                 copies.make(stream)?;
                 Ok(group.run_on(stream)?)
@@ -266,17 +268,29 @@ impl Engine {
             }
             return delegate.collective(rule, call);
         }
-        let ready = self.prepared.get_mut(&key(call));
-        let (Some(ready), Some(lane)) = (ready, &mut self.lane) else {
-            return Err(Error::internal(
+        match self.launch_prepared(call)? {
+            true => Ok(()),
+            false => Err(Error::internal(
                 "a call is to be launched that is not prepared",
-            ));
+            )),
+        }
+    }
+
+    /// Launches a collective on its stream, if it is prepared and this library's to do; says whether. Returns at once.
+    pub(crate) fn launch_prepared(&mut self, call: &CollectiveCall) -> Result<bool, Error> {
+        if self.is_delegated(call) {
+            return Ok(false);
+        }
+        let ready = self.prepared.get_mut(&key(call));
+        let ready = ready.filter(|ready| ready.capacity >= call.bytes);
+        let (Some(ready), Some(lane)) = (ready, &mut self.lane) else {
+            return Ok(false);
         };
         if let Reduction::PreMultiplied(factor) = call.reduction {
             ready.call.set_scalar(factor.scalar_on_device())?;
         }
         ready.recorded |= lane.launch(&ready.call, call)?;
-        Ok(())
+        Ok(true)
     }
 
     /// Blocks until everything that was launched has ended, at most for as long as calls may take.

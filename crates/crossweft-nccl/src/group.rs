@@ -208,6 +208,14 @@ fn acts(work: &Todo) -> impl Iterator<Item = &Manage> {
 
 /// Adds `call` of `comm` to the open group, or runs it.
 pub(crate) fn call(comm: &Arc<Comm>, call: Call) -> Result<Status, Error> {
+    if let Call::Collective(collective) = &call
+        && !is_open()
+    {
+        comm.check(&call)?;
+        if comm.launch_prepared(collective)? {
+            return Ok(Status::Success);
+        }
+    }
     calls(comm, vec![call])
 }
 
@@ -259,17 +267,15 @@ fn submit(comm: &Arc<Comm>, work: Work) -> Result<Status, Error> {
 /// Runs everything; returns the first error in the order in which communicators were first called, or what kept
 /// communicators from being made.
 fn run(work: Todo) -> Result<Status, Error> {
-    let making = Making::of(&work);
-    if let Some((comm, _)) = work.first()
-        && !comm.config().blocking
-    {
-        return run_in_background(work, &making);
+    let blocking = work.first().is_none_or(|(comm, _)| comm.config().blocking);
+    let mut parts = work.iter();
+    let launches = parts.all(|(comm, work)| comm.is_on_gpu() && matches!(work, Work::Calls(_)));
+    if blocking && launches {
+        return launch(work);
     }
-    if work
-        .iter()
-        .all(|(comm, work)| comm.is_on_gpu() && matches!(work, Work::Calls(_)))
-    {
-        return launch(work, &making);
+    let making = Making::of(&work);
+    if !blocking {
+        return run_in_background(work, &making);
     }
     let results = together(work, &making, |comm, work| one(comm, work, &making));
     if let Some(cause) = making.cause.get().filter(|_| !making.all.is_empty()) {
@@ -316,7 +322,7 @@ fn together<W: Send>(
 }
 
 /// Launches calls on GPUs, on the streams of this thread.
-fn launch(work: Todo, making: &Making) -> Result<Status, Error> {
+fn launch(work: Todo) -> Result<Status, Error> {
     let of_calls = |(comm, work)| match work {
         Work::Calls(calls) => Some((comm, calls)),
         Work::Manage(_) => None,
@@ -332,7 +338,8 @@ fn launch(work: Todo, making: &Making) -> Result<Status, Error> {
         true => work.iter().map(|_| Ok(())).collect(),
         false => {
             let each = work.iter().map(|(comm, calls)| (Arc::clone(comm), calls));
-            together(each.collect(), making, |comm, calls| {
+            let nothing = Making::of(&Vec::new());
+            together(each.collect(), &nothing, |comm, calls| {
                 noted(comm, comm.prepare(calls))
             })
         }
@@ -348,6 +355,9 @@ fn launch(work: Todo, making: &Making) -> Result<Status, Error> {
 
 /// Refuses two ranks of one communicator on one stream, where the launch of the one waits for the other's behind it.
 fn on_streams_apart(work: &CallsOfEach) -> Result<(), Error> {
+    if work.len() < 2 {
+        return Ok(());
+    }
     let mut seen = Vec::new();
     for (comm, calls) in work {
         let Ok(communicator) = comm.communicator() else {

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -16,9 +17,11 @@ use crossweft_collective::{CollectiveError, Communicator, PreparedCollective};
 use crossweft_executor::{Prepared, RawBuffers, Region};
 use crossweft_hal::Device;
 use crossweft_hal::cuda::{Context, CudaError, Event, PrivateMemory, Stream};
+use crossweft_net::PeerState;
 
 use crate::call::{Buffers, CollectiveCall};
 use crate::engine::Messaging;
+use crate::notes::{Notes, Seen};
 use crate::pointer::Source;
 use crate::settings;
 use crate::status::Error;
@@ -27,32 +30,70 @@ use crate::status::Error;
 const ALIGNMENT: u64 = 256;
 /// How often the watch looks.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// How long what waits for ranks that have left may go on: what they sent before may be on its way.
+const LEFT_GRACE: Duration = Duration::from_millis(500);
 
 /// The launches of one rank's communicator.
 #[derive(Debug)]
 pub(crate) struct Lane {
     context: Arc<Context>,
     limit: Duration,
-    /// Behind the last launch that runs, if there was one.
-    run: (Event, bool),
+    /// The launches that run.
+    run: Arc<Running>,
+    /// The stream of the last of them, by its number, which is never another stream's.
+    on: Option<u64>,
     /// Behind the last launch that was recorded, and the number of that capture.
     recorded: (Event, Option<u64>),
     /// Where launches that run copy to, one after another.
     aside: Option<PrivateMemory>,
     /// Where recorded ones do.
     kept: Vec<PrivateMemory>,
+    notes: Arc<Notes>,
     watch: Arc<Watch>,
     /// Ends the watch's thread when it is dropped.
     watching: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
+/// The launches of a communicator that run.
+#[derive(Debug)]
+struct Running {
+    /// Behind the last of them.
+    end: Event,
+    /// Whether there was one.
+    any: AtomicBool,
+}
+
+impl Running {
+    fn any(&self) -> bool {
+        self.any.load(Ordering::Relaxed)
+    }
+
+    /// Whether all have ended, as far as can be told.
+    fn have_ended(&self) -> bool {
+        !self.any() || self.end.is_reached().unwrap_or(true)
+    }
+}
+
 /// What the watch knows.
 #[derive(Debug)]
 pub(crate) struct Watch {
+    run: Arc<Running>,
+    notes: Arc<Notes>,
+    /// Of the messages since nothing ran last.
+    peers: Mutex<Vec<u32>>,
     plans: Mutex<Vec<Weak<Prepared>>>,
     messaging: Weak<Messaging>,
+    /// Why this rank has ended waits by itself.
+    reason: OnceLock<String>,
     /// What went wrong first on the device.
     failure: OnceLock<Error>,
+}
+
+/// What the watch suspects, and since when.
+#[derive(Debug, Default)]
+struct Suspicion {
+    left: Option<Instant>,
+    refused: Seen,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -87,7 +128,7 @@ impl Watch {
     }
 
     /// Looks once.
-    fn look(&self, endpoint: &Endpoint) {
+    fn look(&self, endpoint: &Endpoint, suspicion: &mut Suspicion) {
         let group = endpoint.group();
         if group.liveness().stopped() {
             self.stop();
@@ -95,8 +136,16 @@ impl Watch {
         if self.failure.get().is_some() {
             return;
         }
+        if self.waits_in_vain(endpoint, suspicion) {
+            // What has got all it needs goes on all the same.
+            self.stop();
+        }
         if let Some(error) = self.found() {
-            let error = Error::from(error);
+            let error = match self.reason.get() {
+                // What it says itself is that its wait was ended.
+                Some(reason) => Error::late(reason.clone()),
+                None => Error::from(error),
+            };
             if !error.shared {
                 group.abort(&error.text);
             }
@@ -106,18 +155,71 @@ impl Watch {
     }
 }
 
+impl Watch {
+    /// Whether whatever still waits does so for ranks that will never come, or, as far as can be known, not soon.
+    ///
+    /// Of those that have left in good order, all launches have ended. So when all others have, nobody will come. When some
+    /// have, and had made fewer collective calls than this rank, the calls since can never be made by all. Of messages that
+    /// cannot be said: what was sent lies ready for launches that are still to begin, and others may be waited for.
+    fn waits_in_vain(&self, endpoint: &Endpoint, suspicion: &mut Suspicion) -> bool {
+        let (own, liveness) = (endpoint.rank(), endpoint.group().liveness());
+        let mut others = (0..endpoint.world_size()).filter(|&rank| rank != own);
+        let has_left = |rank: u32| liveness.peer(rank) == PeerState::Left;
+        let behind = |rank: u32| self.notes.launches_of(rank) < self.notes.launches_of(own);
+        let runs = || !self.run.have_ended();
+        let nobody = endpoint.world_size() > 1 && others.clone().all(has_left);
+        let missing = others.find(|&rank| has_left(rank) && behind(rank));
+        if nobody || missing.is_some_and(|_| runs()) {
+            let since = suspicion.left.get_or_insert_with(Instant::now);
+            if since.elapsed() > LEFT_GRACE {
+                if let Some(rank) = missing {
+                    let (theirs, ours) =
+                        (self.notes.launches_of(rank), self.notes.launches_of(own));
+                    self.reason.get_or_init(|| {
+                        format!(
+                            "rank {rank} has left the job after {theirs} of {ours} collective calls"
+                        )
+                    });
+                }
+                return true;
+            }
+        } else {
+            suspicion.left = None;
+        }
+        let peers = lock(&self.peers);
+        let is_waited_for = |rank| behind(rank) || peers.contains(&rank);
+        let refused = self.notes.look(&mut suspicion.refused, is_waited_for);
+        match refused.filter(|_| runs()) {
+            Some(reason) => {
+                self.reason.get_or_init(|| reason);
+                true
+            }
+            None => false,
+        }
+    }
+}
+
 impl Lane {
     /// Of a communicator on a GPU; `None` on the host.
     pub(crate) fn new(
         communicator: &Communicator,
         messaging: &Arc<Messaging>,
+        notes: &Arc<Notes>,
     ) -> Result<Option<Self>, Error> {
         let Device::Cuda(context) = communicator.device() else {
             return Ok(None);
         };
+        let run = Arc::new(Running {
+            end: Event::new(context)?,
+            any: AtomicBool::new(false),
+        });
         let watch = Arc::new(Watch {
+            run: Arc::clone(&run),
+            notes: Arc::clone(notes),
+            peers: Mutex::default(),
             plans: Mutex::default(),
             messaging: Arc::downgrade(messaging),
+            reason: OnceLock::new(),
             failure: OnceLock::new(),
         });
         let (sender, ends) = channel();
@@ -129,8 +231,9 @@ impl Lane {
             if let Err(error) = driver.relax_capture_of_this_thread() {
                 settings::inform(|| format!("a thread is not excepted from captures: {error}"));
             }
+            let mut suspicion = Suspicion::default();
             while ends.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
-                own.look(&endpoint);
+                own.look(&endpoint, &mut suspicion);
             }
         });
         let thread =
@@ -138,10 +241,12 @@ impl Lane {
         Ok(Some(Self {
             context: Arc::clone(context),
             limit: communicator.timeout(),
-            run: (Event::new(context)?, false),
+            run,
+            on: None,
             recorded: (Event::new(context)?, None),
             aside: None,
             kept: Vec::new(),
+            notes: Arc::clone(notes),
             watch,
             watching: Some((sender, thread)),
         }))
@@ -164,10 +269,10 @@ impl Lane {
 
     /// Blocks until everything that runs has ended, at most until `deadline`.
     pub(crate) fn settle(&self, deadline: Instant) -> Result<(), Error> {
-        if !self.run.1 {
+        if !self.run.any() {
             return Ok(());
         }
-        let wait = || Ok(self.run.0.synchronize(deadline)?);
+        let wait = || Ok(self.run.end.synchronize(deadline)?);
         self.relaxed(wait).map_err(|error| {
             let text = format!("work that was called before does not end: {error}");
             Error { text, ..error }
@@ -227,9 +332,28 @@ impl Lane {
         call: &CollectiveCall,
     ) -> Result<bool, Error> {
         let limit = self.limit;
-        self.in_order(&[call.stream], |stream| {
+        let recorded = self.in_order(&[call.stream], |stream| {
             enqueue(prepared, call, stream, limit)
-        })
+        })?;
+        if !recorded {
+            self.notes.launched(call.bytes);
+        }
+        Ok(recorded)
+    }
+
+    /// Messages of these peers are about to be launched.
+    pub(crate) fn expect(&self, of: impl Iterator<Item = u32>) -> Result<(), Error> {
+        let ended = self.relaxed(|| Ok(self.run.have_ended()))?;
+        let mut peers = lock(&self.watch.peers);
+        if ended {
+            peers.clear();
+        }
+        for peer in of {
+            if !peers.contains(&peer) {
+                peers.push(peer);
+            }
+        }
+        Ok(())
     }
 
     /// Has something submitted to the first of `streams`, of which there is one at least, behind what was submitted to all of
@@ -248,9 +372,15 @@ impl Lane {
         let stream = raw(stream);
         let others: Vec<Stream> = others.iter().map(raw).collect();
         let capture = stream.capture()?;
-        // Whatever the streams' handles are: one may be a new stream's that was an old one's before.
+        let id = match capture {
+            None => stream.id()?,
+            Some(_) => None,
+        };
         match capture {
-            None if self.run.1 => stream.wait(&self.run.0)?,
+            // What a stream has is in order anyway. Not by its handle: that may be a new stream's which was an old one's.
+            None if self.run.any() && (id.is_none() || id != self.on) => {
+                stream.wait(&self.run.end)?;
+            }
             // Of another capture's launches this one can know nothing: when its graph runs is for the program to say.
             Some(_) if self.recorded.1 == capture => stream.wait(&self.recorded.0)?,
             _ => {}
@@ -264,8 +394,9 @@ impl Lane {
         let submitted = submit(&stream);
         let end = match capture {
             None => {
-                self.run.1 = true;
-                &self.run.0
+                self.run.any.store(true, Ordering::Relaxed);
+                self.on = id;
+                &self.run.end
             }
             Some(_) => {
                 self.recorded.1 = capture;

@@ -4,6 +4,7 @@
 //! stays so, they give up and say what it is. So a rank that has refused a call, or prepares one that the others had
 //! prepared before, is found out in some seconds, not at the deadline.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -26,13 +27,16 @@ pub(crate) struct Notes {
     preparing: CallLine,
     windows: CallLine,
     delegated: CallLine,
+    launched: CallLine,
     /// Whether the last call was refused.
     is_refused: Mutex<bool>,
+    /// The same, to be seen without a lock.
+    was_refused: AtomicBool,
     waiting: Mutex<Waiting>,
 }
 
 /// A rank and how many calls it had refused, and when that was first seen.
-type Seen = Option<((u32, u64), Instant)>;
+pub(crate) type Seen = Option<((u32, u64), Instant)>;
 
 /// For whose messages or signals a rank waits.
 #[derive(Debug, Default)]
@@ -57,7 +61,9 @@ impl Notes {
             preparing: endpoint.own_call_line("prepares a call, larger or other than those before"),
             windows: endpoint.own_call_line("is in a call between windows"),
             delegated: endpoint.own_call_line("is in a call that is delegated to another library"),
+            launched: endpoint.own_call_line("has launched a collective"),
             is_refused: Mutex::default(),
+            was_refused: AtomicBool::new(false),
             waiting: Mutex::default(),
         });
         let weak = Arc::downgrade(&notes);
@@ -70,15 +76,31 @@ impl Notes {
         let mut is_refused = lock(&self.is_refused);
         if !std::mem::replace(&mut *is_refused, true) {
             self.refused.begin(&self.endpoint, 0);
+            self.was_refused.store(true, Ordering::Release);
         }
     }
 
     /// Another call is made.
     pub(crate) fn go_on(&self) {
+        if !self.was_refused.load(Ordering::Acquire) {
+            return;
+        }
         let mut is_refused = lock(&self.is_refused);
         if std::mem::take(&mut *is_refused) {
+            self.was_refused.store(false, Ordering::Release);
             self.refused.end(&self.endpoint);
         }
+    }
+
+    /// A collective with a message of `bytes` bytes was launched on a GPU, not recorded.
+    pub(crate) fn launched(&self, bytes: u64) {
+        self.launched.begin(&self.endpoint, bytes);
+    }
+
+    /// How many collectives a rank has launched so.
+    pub(crate) fn launches_of(&self, rank: u32) -> u64 {
+        let noted = self.launched.noted_by(&self.endpoint, rank);
+        noted.map_or(0, |(launches, _)| launches)
     }
 
     /// Prepares for a call with a message of `bytes` bytes, which all ranks do together; ends the wait for one that
@@ -133,7 +155,11 @@ impl Notes {
     }
 
     /// Whether a rank that is waited for does not come because it has refused a call; it is seen to have for how long.
-    fn look(&self, seen: &mut Seen, is_waited_for: impl Fn(u32) -> bool) -> Option<String> {
+    pub(crate) fn look(
+        &self,
+        seen: &mut Seen,
+        is_waited_for: impl Fn(u32) -> bool,
+    ) -> Option<String> {
         let refused_by = |rank| self.refused.noted_by(&self.endpoint, rank);
         // What this rank has refused as well is nothing that it waits for.
         let own = refused_by(self.endpoint.rank()).map_or(0, |(refusals, _)| refusals);

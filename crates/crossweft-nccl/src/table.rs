@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crossweft_hal::Memory;
@@ -18,6 +19,9 @@ use crate::window::Window;
 
 /// Not canonical on any machine there is.
 const FIRST: u64 = 0x4357_0000_0000_0001;
+
+/// How many windows there are, for calls to see that there are none.
+static WINDOWS: AtomicUsize = AtomicUsize::new(0);
 
 static TABLE: Mutex<Table> = Mutex::new(Table {
     next: FIRST,
@@ -79,6 +83,7 @@ pub(crate) fn remove(handle: Address) -> Result<Arc<Comm>, Error> {
     let comm = table.comms.remove(&handle.number());
     let comm = comm.ok_or_else(|| unknown(handle))?;
     table.windows.retain(|_, (of, _)| !is(of, &comm));
+    count_windows(&table);
     Ok(comm)
 }
 
@@ -91,10 +96,17 @@ fn is(of: &Weak<Comm>, comm: &Arc<Comm>) -> bool {
     std::ptr::eq(of.as_ptr(), Arc::as_ptr(comm))
 }
 
+fn count_windows(table: &Table) {
+    // Whoever calls with buffers in a window knows that it was registered.
+    WINDOWS.store(table.windows.len(), Ordering::Release);
+}
+
 /// A handle for a window of `comm`.
 pub(crate) fn insert_window(comm: &Arc<Comm>, window: &Arc<Window>) -> Address {
     let entry = (Arc::downgrade(comm), Arc::clone(window));
-    table().windows.insert(window.number(), entry);
+    let mut table = table();
+    table.windows.insert(window.number(), entry);
+    count_windows(&table);
     Address::of(window.number())
 }
 
@@ -122,6 +134,9 @@ pub(crate) fn window_of(comm: &Arc<Comm>, handle: Address) -> Result<Arc<Window>
 
 /// The window of `comm` that a range lies in and collectives may use, and where it lies there.
 pub(crate) fn place_of(comm: &Arc<Comm>, range: &Range<u64>) -> Option<(Arc<Window>, u64)> {
+    if WINDOWS.load(Ordering::Acquire) == 0 {
+        return None;
+    }
     let table = table();
     let mut own = table.windows.values().filter(|(of, _)| is(of, comm));
     own.find_map(|(_, window)| Some((Arc::clone(window), window.place_of(range)?)))
@@ -136,6 +151,7 @@ pub(crate) fn remove_window(comm: &Arc<Comm>, handle: Address) {
         .is_some_and(|(of, _)| is(of, comm))
     {
         table.windows.remove(&handle.number());
+        count_windows(&table);
     }
 }
 

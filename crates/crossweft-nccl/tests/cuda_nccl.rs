@@ -857,6 +857,130 @@ fn an_abort_of_one_s_own_returns_soon() {
     });
 }
 
+impl Rank {
+    /// The error of a launch that waits in vain, and its words, and how long it took to be known.
+    fn fails(&self) -> (i32, String, Duration) {
+        let start = Instant::now();
+        let mut error = 0;
+        while error == 0 && start.elapsed() < LIMIT {
+            ok(ncclCommGetAsyncError(self.comm, &mut error));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        (error, last_error(self.comm), start.elapsed())
+    }
+}
+
+/// Rank 1 leaves, or refuses a call, instead of meeting rank 0, which `call`s.
+fn waits_in_vain(leaves: bool, call: impl Fn(&Rank, u64) -> i32 + Sync) -> Option<String> {
+    let context = context()?;
+    let told = job(&context, 2, |rank| {
+        let data = rank.floats(100, 1.0);
+        ok(rank.all_reduce(data.at(), 100));
+        rank.settle();
+        if rank.rank == 0 {
+            ok(call(rank, data.at()));
+            let (error, text, after) = rank.fails();
+            assert_eq!(error, REMOTE_ERROR, "{text}");
+            assert!(after < LIMIT / 2, "{after:?}");
+            rank.stream.synchronize(Instant::now() + LIMIT).unwrap();
+            rank.meet();
+            ok(ncclCommAbort(rank.comm));
+            return Some(text);
+        }
+        if leaves {
+            ok(ncclCommDestroy(rank.comm));
+        } else {
+            let stream = rank.stream.raw();
+            let refused = ncclAllReduce(data.at(), data.at(), 100, 99, 0, rank.comm, stream);
+            assert_eq!(refused, INVALID_ARGUMENT);
+        }
+        rank.meet();
+        if !leaves {
+            ok(ncclCommAbort(rank.comm));
+        }
+        None
+    });
+    told.into_iter().flatten().next()
+}
+
+fn receives(rank: &Rank, at: u64) -> i32 {
+    ncclRecv(at, 100, 7, 1, rank.comm, rank.stream.raw())
+}
+
+#[test]
+fn a_rank_that_has_left_is_not_waited_for() {
+    for call in [|rank: &Rank, at| rank.all_reduce(at, 100), receives] {
+        if let Some(text) = waits_in_vain(true, call) {
+            assert!(text.contains("rank 1 has left"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_has_refused_a_call_is_not_waited_for_long() {
+    for call in [|rank: &Rank, at| rank.all_reduce(at, 100), receives] {
+        if let Some(text) = waits_in_vain(false, call) {
+            assert!(text.contains("rank 1 has refused a call"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn what_a_rank_has_sent_before_it_left_arrives() {
+    let context = context!();
+    job(&context, 3, |rank| {
+        let data = rank.floats(100, rank.rank as f32);
+        let stream = rank.stream.raw();
+        match rank.rank {
+            0 => {
+                rank.meet();
+                // For longer than ranks that have left are waited for.
+                std::thread::sleep(Duration::from_secs(2));
+                ok(ncclRecv(data.at(), 100, 7, 1, rank.comm, stream));
+                rank.settle();
+                assert_eq!(value(&data, 100), 1.0);
+                // The others are waited for as before.
+                ok(ncclRecv(data.at(), 100, 7, 2, rank.comm, stream));
+                rank.settle();
+                assert_eq!(value(&data, 100), 2.0);
+            }
+            1 => {
+                ok(ncclSend(data.at(), 100, 7, 0, rank.comm, stream));
+                rank.settle();
+                rank.meet();
+            }
+            _ => {
+                rank.meet();
+                std::thread::sleep(Duration::from_secs(4));
+                ok(ncclSend(data.at(), 100, 7, 0, rank.comm, stream));
+                rank.settle();
+            }
+        }
+        ok(ncclCommDestroy(rank.comm));
+    });
+}
+
+#[test]
+fn what_was_sent_by_the_only_other_rank_before_it_left_arrives() {
+    const COUNT: usize = 1 << 18;
+    let context = context!();
+    job(&context, 2, |rank| {
+        let data = rank.floats(COUNT, rank.rank as f32);
+        let stream = rank.stream.raw();
+        rank.meet();
+        if rank.rank == 0 {
+            std::thread::sleep(Duration::from_secs(2));
+            ok(ncclRecv(data.at(), COUNT, 7, 1, rank.comm, stream));
+            rank.settle();
+            assert_eq!(value(&data, COUNT), 1.0);
+        } else {
+            ok(ncclSend(data.at(), COUNT, 7, 0, rank.comm, stream));
+            rank.settle();
+        }
+        ok(ncclCommDestroy(rank.comm));
+    });
+}
+
 #[test]
 fn sizes_that_differ_are_found_on_the_device() {
     let context = context!();

@@ -1,4 +1,5 @@
-"""PyTorch's process groups of backend "nccl" on this library: two processes that share one GPU.
+"""PyTorch's process groups of backend "nccl" on this library: two processes, each with a GPU of its own if there are
+two, or else sharing one.
 
     python torch_cuda.py LIBRARY [NAME...]
 
@@ -34,7 +35,7 @@ class Ranks:
 
         self.torch, self.dist = torch, dist
         self.rank = int(os.environ["RANK"])
-        self.device = torch.device("cuda:0")
+        self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
 
     def full(self, value: float, *shape: int, dtype: object = None):
         return self.torch.full(shape, value, device=self.device, dtype=dtype or self.torch.float32)
@@ -236,7 +237,7 @@ def data_parallel_training(ranks: Ranks) -> None:
 
     torch.manual_seed(7)
     batch, target = torch.randn(16, 32, device=ranks.device), torch.randn(16, 8, device=ranks.device)
-    alone, parallel = model(), DistributedDataParallel(model(), device_ids=[0])
+    alone, parallel = model(), DistributedDataParallel(model(), device_ids=[ranks.device.index])
     loss = torch.nn.MSELoss()
     optimisers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (alone, parallel)]
     for _ in range(3):
@@ -293,6 +294,7 @@ def one_process() -> int:
     ranks = Ranks()
     torch, dist = ranks.torch, ranks.dist
     torch.cuda.set_device(ranks.device)
+    print(f"rank {ranks.rank}: {ranks.device}", flush=True)
     eager = ranks.device if os.environ.get("EAGER", "1") == "1" else None
     dist.init_process_group(
         "nccl",
@@ -318,7 +320,9 @@ def one_process() -> int:
             outcome = "FAILED\n" + traceback.format_exc()
         print(f"rank {ranks.rank}: {name}: {outcome} ({time.monotonic() - start:.2f} s)", flush=True)
     if os.environ.get("DESTROY", "1") == "1":
+        start = time.monotonic()
         dist.destroy_process_group()
+        print(f"rank {ranks.rank}: destroyed ({time.monotonic() - start:.2f} s)", flush=True)
     return 1 if failed else 0
 
 

@@ -212,12 +212,12 @@ impl Driver {
         name: &'static str,
     ) -> Result<F, CudaError> {
         const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
-        let missing = CudaError::Unsupported {
+        let missing = || CudaError::Unsupported {
             symbol: name,
             driver: self.version,
         };
         if let Some(found) = slot.0.get() {
-            return found.ok_or(missing);
+            return found.ok_or_else(missing);
         }
         // The one rule about names: without permission, those of multicast do not reach the
         // library at all.
@@ -236,7 +236,7 @@ impl Driver {
             // of this type, and the library is never unloaded.
             Some(unsafe { std::mem::transmute_copy::<NonNull<c_void>, F>(&place) })
         });
-        found.ok_or(missing)
+        found.ok_or_else(missing)
     }
 
     /// Whether the library has the symbol of a call that was answered so.

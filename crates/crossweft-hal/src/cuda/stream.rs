@@ -111,6 +111,24 @@ impl Stream {
         &self.context
     }
 
+    /// A number that no other stream of the process has or ever had, though handles are used again; `None` if the driver
+    /// cannot tell (before CUDA 12.0).
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn id(&self) -> Result<Option<u64>, CudaError> {
+        let mut id = 0;
+        let asked = self.context.run(|driver| {
+            // SAFETY: a valid place for the answer; the stream lives.
+            unsafe { driver.cuStreamGetId(self.raw, &raw mut id) }
+        });
+        match asked {
+            Ok(()) => Ok(Some(id)),
+            Err(CudaError::Unsupported { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Whether what is submitted is being recorded into a graph instead of run. Then only launches,
     /// asynchronous copies and events are possible.
     ///

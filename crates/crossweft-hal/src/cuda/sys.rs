@@ -264,6 +264,8 @@ symbols! {
     fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
     fn cuStreamDestroy_v2(stream: CuStream);
     fn cuStreamQuery(stream: CuStream);
+    /// Since CUDA 12.0.
+    fn cuStreamGetId(stream: CuStream, id: *mut c_ulonglong);
     fn cuStreamWaitEvent(stream: CuStream, event: CuEvent, flags: c_uint);
     fn cuStreamIsCapturing(stream: CuStream, status: *mut c_int);
     fn cuStreamGetCaptureInfo_v2(

@@ -85,6 +85,8 @@ impl Program {
                 command.env_remove(name);
             }
         }
+        // It would come before the program's own folder.
+        command.env_remove("LD_LIBRARY_PATH");
         command.env("CROSSWEFT_DEVICE", "cpu");
         command
     }

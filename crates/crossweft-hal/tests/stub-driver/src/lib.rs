@@ -323,6 +323,10 @@ driver! {
     fn cuStreamQuery(stream: Handle) |state| {
         if state.setting("busy", 0) == 1 { NOT_READY } else { 0 }
     }
+    fn cuStreamGetId(stream: Handle, id: *mut c_ulonglong) |state| {
+        *id = state.setting("stream id", 5) as c_ulonglong;
+        0
+    }
     fn cuStreamIsCapturing(stream: Handle, status: *mut c_int) |state| {
         *status = state.setting("capturing", 0) as c_int;
         0
