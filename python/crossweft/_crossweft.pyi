@@ -720,6 +720,8 @@ class MoeHandle:
     def route(self, experts: _Tensor, top_k: int, weights: _Tensor | None = None) -> None: ...
     def output_shape(self, *, scales: _Scales | None = None) -> tuple[int, int, int, int]: ...
     def counts(self) -> MoeCounts: ...
+    def device_counts(self) -> tuple[int, int, int]:
+        """Addresses, and the most experts of a rank."""
     def dispatch(
         self,
         tokens: _Tensor,
@@ -731,6 +733,7 @@ class MoeHandle:
         output_experts: _Tensor | None = None,
         output_weights: _Tensor | None = None,
         output_sources: _Tensor | None = None,
+        bounded: bool = False,
     ) -> None: ...
     def dispatch_send(
         self, tokens: _Tensor, *, scales: _Tensor | None = None, quantise: _Scales | None = None

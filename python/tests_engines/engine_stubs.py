@@ -16,7 +16,13 @@ from typing import Any
 
 ENGINES = ("sglang", "vllm")
 #: Parts of the engines: kernels that are not built, and patches of libraries that are not there.
-INTERNAL = ("vllm._C", "vllm._C_stable_libtorch", "sglang.srt.utils.hf_transformers_patches")
+INTERNAL = (
+    "vllm._C",
+    "vllm._C_stable_libtorch",
+    "sglang.srt.configs.deepseek_ocr",
+    "sglang.srt.function_call.response_template_structural_tag",
+    "sglang.srt.utils.hf_transformers_patches",
+)
 #: Were they there, an engine would believe itself on other hardware, or use them for communication.
 ABSENT = (
     "aiter",
@@ -33,6 +39,7 @@ ABSENT = (
     "sgl_kernel",
     "torch_npu",
     "torch_xla",
+    "triton_kernels",
     "tpu_inference",
 )
 
@@ -49,6 +56,9 @@ class _Kind(type):
             raise AttributeError(name)
         return Placeholder
 
+    def __setitem__(cls, key: Any, value: Any) -> None:
+        """A registry takes anything, and forgets it."""
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         is_decorator = len(args) == 1 and not kwargs and callable(args[0])
         return args[0] if is_decorator else super().__call__()
@@ -56,6 +66,9 @@ class _Kind(type):
 
 class Placeholder(metaclass=_Kind):
     """What stands for every name of a module that is not there."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Whatever the class that it stands for takes."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> Any:

@@ -60,7 +60,9 @@ def _register(monkeypatch: pytest.MonkeyPatch, value: str) -> tuple[bool, dict[s
     return plugin.register(), added
 
 
-@pytest.mark.parametrize(("value", "targets"), [("0", ()), ("1", ("c",)), ("mscclpp", ("m",)), ("all", ("c", "m"))])
+@pytest.mark.parametrize(
+    ("value", "targets"), [("0", ()), ("1", ("c",)), ("mscclpp", ("m",)), ("custom,mscclpp", "cm")]
+)
 def test_the_switch_says_what_is_hooked(monkeypatch: pytest.MonkeyPatch, value: str, targets: tuple[str, ...]) -> None:
     names = {
         "c": f"{PACKAGE}.custom_all_reduce.dispatch_custom_allreduce",
@@ -268,3 +270,88 @@ class _FailsOnOneRank(plugin.NoCustomAllReduce):
 
 def test_their_own_takes_the_rest(tmp_path: Path) -> None:
     in_processes(2, _their_own_takes_the_rest, tmp_path, CROSSWEFT_MAX_BYTES="1024")
+
+
+def _experts_use_it() -> None:
+    """A layer of experts between the two halves of SGLang's dispatcher, made as its layers make it."""
+    from types import SimpleNamespace
+
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+
+    # As in a process that has loaded the layers before the plugins.
+    assert not deepep.use_deepep
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.batch_overlap import two_batch_overlap
+    from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+    from sglang.srt.layers.moe.utils import DeepEPMode
+
+    from crossweft.engines._plugin import UnsupportedEngine
+    from crossweft.engines._sglang_dispatcher import CrossweftDispatcher
+
+    assert two_batch_overlap.DeepEPDispatcher is CrossweftDispatcher and issubclass(CrossweftDispatcher, BaseDispatcher)
+    # What is asked of a device, and of a server.
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    deepep.get_cuda_version = lambda: (13, 0)
+    deepep.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = True
+    two_batch_overlap.is_tbo_enabled = deepep.is_tbo_enabled = lambda: False
+    two_batch_overlap.get_moe_a2a_backend = lambda: SimpleNamespace(is_deepep=lambda: True)
+    output = SimpleNamespace(now=deepep.DispatcherOutputDtype.BF16)
+    deepep.get_deepep_output_dtype = lambda of: output.now
+    deepep.get_deepep_config = lambda: None
+    is_extend = SimpleNamespace(now=True)
+    deepep.get_is_extend_in_batch = lambda: is_extend.now
+    buffers = SimpleNamespace(buffers={})
+    deepep.get_resources = lambda: buffers
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    hidden, experts, tokens, top_k = 512, 4, 5, 2
+    own = experts // ranks
+    dispatcher = two_batch_overlap.MaybeTboDeepEPDispatcher(
+        group=dist.group.WORLD,
+        router_topk=top_k,
+        permute_fusion=True,
+        num_experts=experts,
+        num_local_experts=own,
+        hidden_size=hidden,
+        params_dtype=torch.bfloat16,
+        deepep_mode=DeepEPMode.AUTO,
+        async_finish=True,
+        return_recv_hook=True,
+    )
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(-8, 8, (tokens, hidden), generator=generator).bfloat16()
+    ids = torch.rand(tokens, experts, generator=generator).topk(top_k, -1)[1].int()
+    # Powers of two, so that nothing is rounded.
+    weights = torch.tensor([[0.5, 0.25]] * tokens)
+    # Expert e multiplies by e + 1.
+    expected = (x.float() * (weights * (ids + 1)).sum(1, keepdim=True)).bfloat16()
+    topk_output = SimpleNamespace(topk_weights=weights, topk_ids=ids)
+    for is_extend.now in (True, False, True):
+        got = dispatcher.dispatch(hidden_states=x, topk_output=topk_output)
+        if is_extend.now:
+            assert got.format.is_deepep_normal() and got.hidden_states_scale is None
+            factors = torch.where(got.topk_ids >= 0, got.topk_weights * (got.topk_ids + rank * own + 1), 0).sum(1)
+            made = (got.hidden_states.float() * factors.unsqueeze(1)).bfloat16()
+            held = deepep.DeepEPNormalCombineInput(made, got.topk_ids, got.topk_weights)
+            # Rounded up for its matrix products.
+            counts = [int((got.topk_ids == e).sum()) for e in range(own)]
+            assert got.num_recv_tokens_per_expert == [-(-count // 128) * 128 for count in counts]
+        else:
+            assert got.format.is_deepep_ll() and got.hidden_states.shape[0] == own
+            of_experts = torch.arange(rank * own, (rank + 1) * own) + 1
+            made = (got.hidden_states.float() * of_experts.view(-1, 1, 1)).bfloat16()
+            held = deepep.DeepEPLLCombineInput(made, got.topk_ids, got.topk_weights)
+        assert torch.equal(dispatcher.combine(combine_input=held), expected), is_extend.now
+    with pytest.raises(UnsupportedEngine, match="single-batch overlap"):
+        dispatcher.set_overlap_args(None, {})
+    output.now = deepep.DispatcherOutputDtype.NVFP4
+    with pytest.raises(UnsupportedEngine, match="bf16 and fp8, not NVFP4"):
+        dispatcher.set_quant_config({})
+
+
+def test_its_layers_of_experts_use_it(tmp_path: Path) -> None:
+    in_processes(
+        2, _experts_use_it, tmp_path, CROSSWEFT_SGLANG="ep", SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK="8"
+    )

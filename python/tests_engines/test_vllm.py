@@ -79,7 +79,7 @@ def test_the_platform_names_the_communicator(monkeypatch: pytest.MonkeyPatch, pl
 def test_what_does_not_fit_is_refused_loudly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, platform: Any, case: str
 ) -> None:
-    monkeypatch.setenv(plugin.SWITCH, "all" if case == "value" else "1")
+    monkeypatch.setenv(plugin.SWITCH, "pp" if case == "value" else "1")
     named = plugin.THEIRS
     if case == "version":
         monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused_loudly(
         platform.get_device_communicator_cls = classmethod(lambda cls: named)
     words = {
         "version": "vllm 0.99.0 was not tested",
-        "value": "CROSSWEFT_VLLM is 'all'",
+        "value": "CROSSWEFT_VLLM is 'pp'",
         "named": "names others.Communicator",
     }
     _listen(monkeypatch)
@@ -113,7 +113,8 @@ def test_another_communicator_than_is_known_is_left_alone(
     assert "is not called as" in caplog.text
 
 
-def test_the_real_loader_loads_it() -> None:
+@pytest.mark.parametrize("value", ["1", "ep", "all"])
+def test_the_real_loader_loads_it(value: str) -> None:
     script = f"""
 import engine_stubs
 engine_stubs.install()
@@ -121,8 +122,13 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.platforms.cuda import CudaPlatform
 assert CudaPlatform.get_device_communicator_cls() == "{plugin.OURS}"
+from vllm.utils.import_utils import has_deep_ep
+assert has_deep_ep() == {value != "1"}
+if has_deep_ep():
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ll
+    assert deepep_ll.deep_ep.__name__ == "crossweft.compat.deep_ep"
 """
-    environment = {**os.environ, plugin.SWITCH: "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, plugin.SWITCH: value, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
 
@@ -178,6 +184,115 @@ def _communicator_uses_it() -> None:
     parallel_state._ENABLE_CUSTOM_ALL_REDUCE = True
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     assert make("tp:2").crossweft is None
+
+
+def _experts_use_it() -> None:
+    """A layer of experts between vLLM's own two halves, over the manager of a group that is made as vLLM's are."""
+    from types import SimpleNamespace
+
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import all2all
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+    from crossweft.engines import _vllm_all2all
+    from crossweft.engines._vllm_communicator import CrossweftCommunicator
+
+    assert plugin.register()
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    parallel_state._DP = parallel_state._TP = alone  # type: ignore[assignment]
+    # Memory is pinned for devices.
+    modular_kernel.PIN_MEMORY = False
+    parallel = SimpleNamespace(enable_fault_tolerance=False, enable_expert_parallel=True)
+    all2all.get_current_vllm_config = lambda: SimpleNamespace(parallel_config=parallel)
+
+    def make(backend: str) -> Any:
+        # What the configuration says.
+        own = DeviceCommunicatorBase.__init__
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            own(self, *args, **kwargs)
+            self.use_all2all, self.all2all_backend = True, backend
+
+        DeviceCommunicatorBase.__init__ = init
+        try:
+            made = CrossweftCommunicator(
+                cpu_group=dist.group.WORLD,
+                device=torch.device("cpu"),
+                device_group=dist.group.WORLD,
+                unique_name="ep:0",
+            )
+        finally:
+            DeviceCommunicatorBase.__init__ = own
+        return made
+
+    hidden, experts, tokens, top_k = 2048, 4, 5, 2
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(-8, 8, (tokens, hidden), generator=generator).bfloat16()
+    ids = torch.rand(tokens, experts, generator=generator).topk(top_k, -1)[1]
+    # Powers of two, so that nothing is rounded.
+    weights = torch.tensor([[0.5, 0.25]] * tokens)
+    # Expert e multiplies by e + 1.
+    expected = (x.float() * (weights * (ids + 1)).sum(1, keepdim=True)).bfloat16()
+    own = experts // ranks
+
+    ours = make("deepep_high_throughput")
+    manager = ours.all2all_manager
+    assert type(manager) is _vllm_all2all.HighThroughputManager and manager.max_sms_used() is None
+    buffer = manager.get_handle({})
+    assert manager.get_handle({}) is buffer and type(buffer).__module__.startswith("crossweft.")
+    many = DeepEPHTPrepareAndFinalize(buffer, num_dispatchers=ranks, dp_size=ranks, rank_expert_offset=rank * own)
+    for _ in range(2):
+        got, scales, meta, idx, of_rows = many.prepare(
+            x, weights, ids, experts, None, False, FUSED_MOE_UNQUANTIZED_CONFIG, defer_input_quant=True
+        )
+        assert scales is None and idx is not None and of_rows is not None
+        # What is another rank's was moved there, with a weight of 0.
+        made = (got.float() * (of_rows * (idx + 1)).sum(1, keepdim=True)).bfloat16()
+        out = torch.empty_like(x)
+        # What the experts have weighted and summed.
+        plain = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
+        many.finalize(out, made, weights, ids, False, plain)
+        assert torch.equal(out, expected)
+        assert meta.expert_num_tokens.tolist() == [int((idx == e).sum()) for e in range(rank * own, (rank + 1) * own)]
+    ours.destroy()
+
+    ours = make("deepep_low_latency")
+    manager = ours.all2all_manager
+    assert type(manager) is _vllm_all2all.LowLatencyManager
+    buffer = manager.get_handle(
+        {
+            "max_num_tokens_per_dp_rank": 8,
+            "token_hidden_size": hidden,
+            "num_ep_ranks": ranks,
+            "num_global_experts": experts,
+            "num_local_experts": own,
+        }
+    )
+    few = DeepEPLLPrepareAndFinalize(buffer, max_tokens_per_rank=8, num_dispatchers=ranks)
+    for _ in range(2):
+        got, _, meta, _, _ = few.prepare(x, weights, ids, experts, None, False, FUSED_MOE_UNQUANTIZED_CONFIG)
+        of_experts = torch.arange(rank * own, (rank + 1) * own) + 1
+        made = (got.float() * of_experts.view(-1, 1, 1)).bfloat16()
+        out = torch.empty_like(x)
+        few.finalize(out, made, weights, ids, False, TopKWeightAndReduceDelegate())
+        assert torch.equal(out, expected)
+    with pytest.raises(Exception, match="enable_shrink"):
+        manager.clean_buffers()
+    ours.destroy()
+    # vLLM's own stays where crossweft has none.
+    assert type(make("allgather_reducescatter").all2all_manager) is all2all.AgRsAll2AllManager
+
+
+def test_its_layers_of_experts_use_it(tmp_path: Path) -> None:
+    environment = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    in_processes(2, _experts_use_it, tmp_path, CROSSWEFT_VLLM="ep", **environment)
 
 
 def test_a_communicator_of_vllm_uses_it(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -62,3 +64,30 @@ def torchrun(ranks: int, script: Path, *arguments: str, **variables: str) -> str
         pytest.fail(f"{' '.join(command)} ended with {ran.returncode}:\n{everything}")
     assert len(said) == ranks
     return "".join(said)
+
+
+def killed(script: Path, *arguments: str) -> str:
+    """Runs a script as two ranks, of which the second kills itself, and returns what the first prints."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    ranks = []
+    for rank in range(2):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, str(script), *arguments]
+        ranks.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **variables}
+            )
+        )
+    said = []
+    for running in ranks:
+        try:
+            said.append(running.communicate(timeout=120))
+        except subprocess.TimeoutExpired:
+            running.kill()
+            said.append(running.communicate())
+    statuses = [running.returncode for running in ranks]
+    assert statuses == [0, -signal.SIGKILL], (statuses, said)
+    return said[0][0]

@@ -363,6 +363,8 @@ def test_what_cannot_be() -> None:
         }
         with pytest.raises(cw.UsageError, match="not what topk_idx says"):
             buffer.dispatch(x, topk_idx=-torch.ones_like(topk_idx), **given)
+        with pytest.raises(cw.UsageError, match="num_tokens_per_rank is not what"):
+            buffer.dispatch(x, topk_idx=topk_idx, **{**given, "num_tokens_per_rank": per_rank + 1})
         with pytest.raises(cw.TensorError, match="float64"):
             buffer.dispatch(x.double(), topk_idx=topk_idx, **given)
         with pytest.raises(cw.CapacityError, match="num_worst_tokens is 1, but 2"):

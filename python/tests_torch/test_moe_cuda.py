@@ -4,11 +4,12 @@ there is no device."""
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
-from conftest import in_threads
+from conftest import in_threads, killed, torchrun
 
 import crossweft as cw
 from crossweft import moe
@@ -16,6 +17,7 @@ from crossweft import moe
 if not torch.cuda.is_available():
     pytest.skip("torch sees no CUDA device", allow_module_level=True)
 
+HERE = Path(__file__).parent
 RANKS = 2
 EXPERTS = 5
 HIDDEN = 256
@@ -139,3 +141,16 @@ def test_tensors_elsewhere_are_refused_and_an_expert_that_is_none_is_told() -> N
                 handle.counts()
 
     in_threads(RANKS, rank_main, device="cuda")
+
+
+@pytest.mark.parametrize("work", ["normal", "low_latency", "gradients", "recorded"])
+def test_processes(work: str) -> None:
+    assert torchrun(RANKS, HERE / "moe_cuda_script.py", work).count(f"{work} ok") == RANKS
+
+
+@pytest.mark.parametrize("when", ["waiting", "dispatched"])
+@pytest.mark.parametrize("how", ["telling", "masking", "shrinking"])
+def test_a_rank_is_killed(when: str, how: str) -> None:
+    """The other one says so soon, or goes on without it."""
+    said = killed(HERE / "gone_script.py", when, how)
+    assert said.startswith("told: PeerLost" if how == "telling" else "finished without rank 1")

@@ -20,7 +20,8 @@ const BEGIN_LIMIT: Duration = Duration::from_secs(30);
 /// a record in which the kernel describes the first wait that ended badly.
 ///
 /// One for each rank that launches on the device, for as long as its launches follow one another.
-/// After a launch that was stopped it stays as it is: make new channels, and a new one of these.
+/// After a launch that was stopped it stays as it is, unless it is [`reset`](Self::reset): make new channels, and a new
+/// one of these.
 #[derive(Debug)]
 pub struct KernelGuard(PinnedMemory);
 
@@ -86,6 +87,14 @@ impl KernelGuard {
             },
             block: high(word(2)),
         })
+    }
+
+    /// Forgets what has ended, so that kernels that are launched from here on wait again. None that was launched with this
+    /// may be under way.
+    pub fn reset(&self) {
+        for word in self.0.words() {
+            word.store(0, Ordering::Release);
+        }
     }
 
     /// Blocks until `stream` is idle. `failed` says whether the job has failed, which ends the

@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod named;
 mod part;
 
 use crossweft_device::DataType;
@@ -27,6 +28,8 @@ pub use crossweft_device::gpu::{
     OneShotLaunch, OneShotNorm, OneShotScatter, PlanLaunch, Quantisation, Scale, SignalLaunch,
     StatusRecord, TwoShot,
 };
+
+pub use named::{mangled, named};
 
 /// Threads of a block, at most, but where a module says otherwise: what registers are there for, so that nothing is
 /// spilled.

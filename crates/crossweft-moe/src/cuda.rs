@@ -2,25 +2,28 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossweft_channel::KernelGuard;
-use crossweft_device::DataType;
+use crossweft_device::gpu::GpuContext;
 use crossweft_device::moe::combine::{self, Weighting};
 use crossweft_device::moe::dispatch::{self, Choices, Quantise};
 use crossweft_device::moe::{COMPLETED, Call, Phase, SENT};
+use crossweft_device::{DataType, Stopped};
 use crossweft_hal::HalError;
+use crossweft_hal::cpu::Interrupted;
 use crossweft_hal::cuda::{
     Argument, CompileOptions, Context, CudaError, Kernel, Module, Shape, Stream,
 };
 use crossweft_kernels::moe::{CombineLaunch, DispatchLaunch, entries, steps};
-use crossweft_kernels::{MAX_REGISTERS, MAX_THREADS, MIN_SM, moe_module};
+use crossweft_kernels::{MAX_REGISTERS, MAX_THREADS, MIN_SM, mangled, moe_module, named};
 
 use crate::MoeError;
-use crate::group::{Group, combine_call, dispatch_call, phase_of};
+use crate::group::{Desk, Group, combine_call, dispatch_call, phase_of};
 use crate::handle::{Counts, Handle, State};
 use crate::launch::PassTables;
 use crate::layout::{Format, Layout, ScaleType};
+use crate::watch::Watch;
 
 /// A group's kernels, and what ends their waits.
 #[derive(Debug)]
@@ -66,10 +69,10 @@ impl Launcher {
             max_registers: Some(MAX_REGISTERS),
             ..CompileOptions::default()
         };
-        let loaded = Module::shared(context, module.name, module.ptx, &options)?;
+        let loaded = Module::shared(context, module.name, named(module), &options)?;
         let (dispatch, combine) = (
-            loaded.kernel(entries.dispatch)?,
-            loaded.kernel(entries.combine)?,
+            loaded.kernel(&mangled(entries.dispatch))?,
+            loaded.kernel(&mangled(entries.combine))?,
         );
         let needed = u64::from(blocks) * u64::from(sharers);
         let threads = Kernel::resident_threads(&[&dispatch, &combine], MAX_THREADS, needed)?;
@@ -171,6 +174,9 @@ pub struct DeviceOutput {
     /// Rows that there is room for: as many as can come ([`Handle::output_shape`]), or, once
     /// [`Handle::wait_for_counts_on`] has told them, as many as do.
     pub rows: u64,
+    /// Whether the caller knows that no more rows come than there is room for, without having waited for counts. If more
+    /// come, nothing is laid out, and the call fails as one that does not match.
+    pub bounded: bool,
     /// Address of `[rows, scales]`, of quantised tokens.
     pub scales: u64,
     /// Address of `[rows, top-k]` local experts, where rows are not grouped by expert.
@@ -266,17 +272,23 @@ impl Group {
                 reason: "an earlier call failed",
             });
         };
+        Err(self.fail(&mut desk, &interrupted, &self.watch()))
+    }
+
+    /// What went wrong in a launch. The group cannot be used after that.
+    #[cold]
+    fn fail(&self, desk: &mut Desk, interrupted: &Interrupted, watch: &Watch<'_>) -> MoeError {
         desk.has_failed = true;
         let tables = self.tables();
         let (sent, completed) = (tables.state(SENT), tables.state(COMPLETED));
-        let number = match phase_of(&interrupted) {
+        let number = match phase_of(interrupted) {
             Phase::Choices => {
                 let (choice, expert) = (interrupted.waiting.spins, interrupted.waiting.seen);
                 let most = self.options().experts;
-                return Err(self.usage(format!(
+                return self.usage(format!(
                     "expert {} (choice {choice} of all tokens'); there are {most}, and -1 is for none",
                     expert.cast_signed()
-                )));
+                ));
             }
             Phase::Counts | Phase::Rows if sent > completed => completed,
             _ => sent,
@@ -286,7 +298,65 @@ impl Group {
         let call = Call {
             signature: own.unwrap_or(desk.signature),
         };
-        Err(self.explain(&interrupted, (number, call), &self.watch()))
+        self.explain(interrupted, (number, call), watch)
+    }
+
+    /// Which steps are launched together: all of them, but with [`masking`](crate::GroupOptions::masking) those that send
+    /// before those that wait for what was sent, so that the latter can be repeated alone.
+    fn together(&self, steps: u32) -> impl Iterator<Item = u32> {
+        let sending = steps::ROUTE | steps::WEIGHTS | steps::SEND;
+        let parts = match self.options().masking {
+            true => [steps & sending, steps & !sending],
+            false => [steps, 0],
+        };
+        parts.into_iter().filter(|&part| part != 0)
+    }
+
+    /// Launches some steps of call `number`, and with [`masking`](crate::GroupOptions::masking) waits for their end and
+    /// launches them again as long as ranks are missing that are to be left out.
+    fn run(
+        &self,
+        stream: &Stream,
+        desk: &mut Desk,
+        number: u64,
+        launch: impl Fn(GpuContext) -> Result<(), CudaError>,
+    ) -> Result<(), MoeError> {
+        let guard = &self.launcher()?.guard;
+        let limit = self.options().timeout;
+        let launch = |limit| launch(guard.context(limit)).map_err(HalError::from);
+        if !self.options().masking {
+            return Ok(launch(limit)?);
+        }
+        let watch = self.watch();
+        loop {
+            // Read while no launch is under way.
+            let masked = self.masked();
+            let awaited = || (0..).zip(&masked).filter(|(_, masked)| !**masked);
+            let is_other = |rank: u32| rank != self.rank();
+            let begun = Instant::now();
+            launch(limit.saturating_sub(watch.waited()).max(LAST_CHANCE))?;
+            let failed = || {
+                guard.interrupted().is_some()
+                    || watch.is_stopped()
+                    || begun.elapsed() > LAST_CHANCE
+                        && awaited().any(|(rank, _)| is_other(rank) && watch.leaves_out(rank))
+            };
+            guard
+                .wait(stream, WAIT_LIMIT, failed)
+                .map_err(HalError::from)?;
+            let Some(interrupted) = guard.interrupted() else {
+                return Ok(());
+            };
+            // Somebody is gone, but what it had to send has come, and now others are waited for.
+            let for_nothing = interrupted.stopped == Stopped::Aborted
+                && watch.may_leave_out()
+                && watch.waited() < limit;
+            if !self.leave_out(&interrupted, number, &watch) && !for_nothing {
+                return Err(self.fail(desk, &interrupted, &watch));
+            }
+            guard.reset();
+            self.tables().clear_on_device().map_err(HalError::from)?;
+        }
     }
 
     /// Blocks until `stream` has come to its end, at most for the time that its calls may take; then as
@@ -305,11 +375,10 @@ impl Group {
         waited.map_err(HalError::from)?;
         self.check()
     }
-
-    fn limit(&self) -> Duration {
-        self.options().timeout
-    }
 }
+
+/// How long a launch has when its call has taken as long as it may, or a rank is gone: for what has come already.
+const LAST_CHANCE: Duration = Duration::from_millis(100);
 
 /// How long a stream may take to come to its end; its kernels have deadlines of their own.
 const WAIT_LIMIT: Duration = Duration::from_secs(3600);
@@ -498,6 +567,13 @@ impl Handle {
         self.counts()
     }
 
+    /// The most rows that the last dispatch on a device can have brought, so what a combine's input must have: as many as
+    /// it had room for, or, where that is known, as many as came.
+    #[must_use]
+    pub fn most_rows(&self) -> u64 {
+        self.counts().map_or(self.capacity, Counts::rows)
+    }
+
     /// Where the counts of the last dispatch are on the device, for whatever follows it on its stream.
     #[must_use]
     pub fn device_counts(&self) -> DeviceCounts {
@@ -590,6 +666,7 @@ impl Handle {
         let &DeviceOutput {
             tokens,
             rows,
+            bounded,
             scales,
             experts,
             wide,
@@ -597,9 +674,11 @@ impl Handle {
             sources,
         } = output;
         let shape = self.output_shape(format)?;
-        let needed = match self.counts() {
-            Ok(counts) => counts.rows(),
-            Err(_) => shape.rows,
+        let needed = match (self.counts(), self.state) {
+            (Ok(counts), State::DispatchSent { .. }) => counts.rows(),
+            _ if bounded => 0,
+            (Ok(counts), _) => counts.rows(),
+            (Err(_), _) => shape.rows,
         };
         if rows < needed {
             let rank = self.group.rank();
@@ -690,20 +769,25 @@ impl Handle {
             choices: what.choices,
             input: what.input,
             output: what.output,
-            context: launcher.guard.context(group.limit()),
+            context: launcher.guard.context(Duration::ZERO),
             steps,
             reserved: 0,
         };
-        // SAFETY: this is the kernel's parameter; the tables live in the group, which the handle keeps, and the pass; the
-        // rest is the caller's promise.
-        let launched = unsafe {
-            let parameter = [Argument::from(&launch)];
-            launcher
-                .dispatch
-                .launch(stream, &launcher.shape, &parameter)
-        };
-        launched.map_err(HalError::from)?;
         desk.signature = what.input.call.signature;
+        for steps in group.together(steps) {
+            group.run(stream, &mut desk, number, |context| {
+                let launch = DispatchLaunch {
+                    context,
+                    steps,
+                    ..launch
+                };
+                let parameter = [Argument::from(&launch)];
+                let (kernel, shape) = (&launcher.dispatch, &launcher.shape);
+                // SAFETY: this is the kernel's parameter; the tables live in the group, which the handle keeps, and the
+                // pass; the rest is the caller's promise.
+                unsafe { kernel.launch(stream, shape, &parameter) }
+            })?;
+        }
         if steps & steps::SEND != 0 {
             desk.sent += 1;
             self.state = State::DispatchSent { number, format };
@@ -712,6 +796,7 @@ impl Handle {
         if steps & steps::RECEIVE != 0 {
             desk.completed += 1;
             self.state = State::Dispatched;
+            self.capacity = what.output.capacity;
         }
         Ok(())
     }
@@ -746,17 +831,24 @@ impl Handle {
             routes: *self.pass.routes(),
             input: *input,
             output,
-            context: launcher.guard.context(group.limit()),
-            steps: steps | weights,
+            context: launcher.guard.context(Duration::ZERO),
+            steps,
             reserved: 0,
         };
-        // SAFETY: as for a dispatch.
-        let launched = unsafe {
-            let parameter = [Argument::from(&launch)];
-            launcher.combine.launch(stream, &launcher.shape, &parameter)
-        };
-        launched.map_err(HalError::from)?;
         desk.signature = input.call.signature;
+        for steps in group.together(steps | weights) {
+            group.run(stream, &mut desk, number, |context| {
+                let launch = CombineLaunch {
+                    context,
+                    steps,
+                    ..launch
+                };
+                let parameter = [Argument::from(&launch)];
+                let (kernel, shape) = (&launcher.combine, &launcher.shape);
+                // SAFETY: as for a dispatch.
+                unsafe { kernel.launch(stream, shape, &parameter) }
+            })?;
+        }
         if steps & steps::SEND != 0 {
             desk.sent += 1;
             self.state = State::CombineSent {

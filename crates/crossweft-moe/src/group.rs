@@ -51,8 +51,8 @@ pub struct GroupOptions {
     /// The longest a call may take, waits for peers included.
     pub timeout: Duration,
     /// Whether a rank that is gone, or late by the timeout, is left out from then on, its tokens and experts missing,
-    /// instead of failing the call: see [`Group::masked`]. On the CPU only; on a GPU ranks are left out by
-    /// [`Group::set_masked`].
+    /// instead of failing the call: see [`Group::masked`]. On a GPU each call then waits for its launches, so it cannot be
+    /// recorded into a graph.
     pub masking: bool,
 }
 
@@ -175,11 +175,6 @@ impl Group {
                     rows: rows(dtype).ok_or_else(|| usage("no such rows".to_owned()))?,
                     grid: Mutex::new(Grid::new(blocks, options.schedule)?),
                 }),
-                Device::Cuda(_) if options.masking => Err(usage(
-                    "masking on cuda, where calls that wait are not repeated; mask ranks by `set_masked`, and make the \
-                     group without it"
-                        .to_owned(),
-                )),
                 Device::Cuda(context) => {
                     let launcher = Launcher::new(context, dtype, (blocks, endpoint.sharers()));
                     launcher.map(Machine::Cuda).map_err(|unfit| match unfit {
@@ -449,7 +444,12 @@ impl Group {
     }
 
     /// Masks the ranks because of which a launch was stopped, if that is what to do; whether to launch again.
-    fn leave_out(&self, interrupted: &Interrupted, number: u64, watch: &Watch<'_>) -> bool {
+    pub(crate) fn leave_out(
+        &self,
+        interrupted: &Interrupted,
+        number: u64,
+        watch: &Watch<'_>,
+    ) -> bool {
         if interrupted.stopped == Stopped::Mismatch || !watch.may_leave_out() {
             return false;
         }

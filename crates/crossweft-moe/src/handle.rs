@@ -210,6 +210,8 @@ pub struct Handle {
     /// Of the last dispatch, if they are known.
     counts: Counts,
     pub(crate) is_counted: bool,
+    /// Rows that the last dispatch on a device had room for.
+    pub(crate) capacity: u64,
 }
 
 impl Handle {
@@ -229,6 +231,7 @@ impl Handle {
                 ranges: vec![(0, 0); own * ranks],
             },
             is_counted: false,
+            capacity: 0,
         }
     }
 

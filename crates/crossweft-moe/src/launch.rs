@@ -189,6 +189,35 @@ impl GroupTables {
         unsafe { self.home.load(self.program.state + offset) }.unwrap_or_default()
     }
 
+    /// Forgets what a launch on a device that was stopped has left; none may be under way.
+    pub(crate) fn clear_on_device(&self) -> Result<(), CudaError> {
+        let Device::Cuda(context) = &self.home.0 else {
+            return Ok(());
+        };
+        // What launches change lies side by side in the image. It is cleared in a copy, by what clears it on the host.
+        let Program { state, staging, .. } = self.program;
+        let mut bytes = vec![0; (staging - state) as usize];
+        // SAFETY: tables of the image; no launch is under way.
+        unsafe { context.read(state, &mut bytes)? };
+        let mut words: Vec<u64> = bytes
+            .chunks_exact(8)
+            .map(|word| u64::from_ne_bytes(word.try_into().unwrap_or_default()))
+            .collect();
+        let here = words.as_mut_ptr() as u64;
+        let moved = |address: u64| here + (address - state);
+        let copy = Program {
+            state: here,
+            marks: moved(self.program.marks),
+            returns: moved(self.program.returns),
+            ..self.program
+        };
+        // SAFETY: the copy's tables are as large as the program's, and nobody else's.
+        unsafe { clear(&Raw, &copy) };
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        // SAFETY: as above.
+        unsafe { context.write(state, &bytes) }
+    }
+
     /// Whether `rank` has done its part of a phase of a call.
     pub(crate) fn has_done(&self, phase: Phase, call: u64, rank: u32) -> bool {
         assert!(rank < self.geometry().ranks, "no such rank");

@@ -39,7 +39,8 @@ impl<'a> Watch<'a> {
         }
     }
 
-    fn waited(&self) -> Duration {
+    /// How long the call has taken, from when this was first asked.
+    pub(crate) fn waited(&self) -> Duration {
         self.started.get_or_init(Instant::now).elapsed()
     }
 

@@ -65,6 +65,8 @@ struct How {
     staged: bool,
     wide: bool,
     given: bool,
+    /// Whether ranks are left out that are late, by a time that is then short.
+    masking: bool,
 }
 
 const LOW_LATENCY: How = How {
@@ -74,13 +76,15 @@ const LOW_LATENCY: How = How {
     staged: false,
     wide: false,
     given: false,
+    masking: false,
 };
 
 fn group(endpoint: &Arc<Endpoint>, case: &Case, how: &How) -> Arc<Group> {
     let mut options = GroupOptions::new(case.experts, case.max_tokens, case.hidden, case.top_k);
     options.dtype = case.dtype;
     options.blocks = how.blocks;
-    options.timeout = Duration::from_secs(20);
+    options.masking = how.masking;
+    options.timeout = Duration::from_secs(if how.masking { 4 } else { 20 });
     Group::new(endpoint, options, soon()).unwrap()
 }
 
@@ -793,39 +797,73 @@ fn an_expert_that_does_not_exist_and_a_rank_that_never_calls_are_named() {
 #[test]
 fn masked_ranks_are_left_out_as_on_the_cpu() {
     let device = device!();
-    let case = &Case::new(3);
     for layout in LAYOUTS {
-        let how = &How {
-            layout,
-            ..LOW_LATENCY
-        };
-        // Ranks 0 and 1 leave rank 2 out, which calls nothing.
-        let mask = |group: &Group| group.set_masked(2, true).unwrap();
-        let cpu = job_on(&Device::Cpu, 3, |endpoint| {
-            let group = group(endpoint, case, how);
-            let pass = (group.rank() < 2).then(|| {
-                mask(&group);
-                on_cpu(case, how, &mut None, &group, 0)
-            });
-            endpoint.agree("done", "meeting", soon()).unwrap();
-            pass
+        left_out(
+            &device,
+            &How {
+                layout,
+                ..LOW_LATENCY
+            },
+        );
+    }
+}
+
+#[test]
+fn with_masking_a_rank_that_never_calls_is_left_out() {
+    let device = device!();
+    for (layout, staged, given) in [
+        (Layout::ExpertMajor, false, true),
+        (Layout::Flat, true, false),
+    ] {
+        left_out(
+            &device,
+            &How {
+                layout,
+                staged,
+                given,
+                masking: true,
+                ..LOW_LATENCY
+            },
+        );
+    }
+}
+
+/// Ranks 0 and 1 leave rank 2 out, which calls nothing: because they are told to, or because it is late.
+fn left_out(device: &Device, how: &How) {
+    let case = &Case::new(3);
+    let mask = |group: &Group| group.set_masked(2, true).unwrap();
+    let told = &How {
+        masking: false,
+        ..*how
+    };
+    let cpu = job_on(&Device::Cpu, 3, |endpoint| {
+        let group = group(endpoint, case, told);
+        let pass = (group.rank() < 2).then(|| {
+            mask(&group);
+            on_cpu(case, how, &mut None, &group, 0)
         });
-        let meet = Barrier::new(2);
-        let gpu = job_on(&device, 3, |endpoint| {
-            let mut rank = Rank::new(endpoint, case, how);
-            let pass = (rank.group.rank() < 2).then(|| {
+        endpoint.agree("done", "meeting", soon()).unwrap();
+        pass
+    });
+    let meet = Barrier::new(2);
+    let gpu = job_on(device, 3, |endpoint| {
+        let mut rank = Rank::new(endpoint, case, how);
+        let pass = (rank.group.rank() < 2).then(|| {
+            if !how.masking {
                 mask(&rank.group);
                 assert_eq!(rank.group.masked(), [false, false, true]);
-                rank.pass(0, &meet).unwrap()
-            });
-            endpoint.agree("done", "meeting", soon()).unwrap();
+            }
+            let pass = rank.pass(0, &meet).unwrap();
+            assert_eq!(rank.group.masked(), [false, false, true]);
             pass
         });
-        for (rank, (cpu, gpu)) in cpu.iter().zip(&gpu).enumerate() {
-            let (Some(cpu), Some(gpu)) = (cpu, gpu) else {
-                continue;
-            };
-            assert_eq!(gpu.difference(cpu), None, "rank {rank} {how:?}");
-        }
+        endpoint.agree("done", "meeting", soon()).unwrap();
+        pass
+    });
+    for (rank, (cpu, gpu)) in cpu.iter().zip(&gpu).enumerate() {
+        let (Some(cpu), Some(gpu)) = (cpu, gpu) else {
+            continue;
+        };
+        assert_eq!(gpu.difference(cpu), None, "rank {rank} {how:?}");
     }
 }

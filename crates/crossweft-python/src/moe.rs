@@ -729,10 +729,26 @@ impl MoeHandle {
         })
     }
 
+    /// Where the counts of the last dispatch are in device memory: rows of each rank for each local expert, and the
+    /// first of those, `[ranks][most experts]` of u32; the most experts of any rank.
+    fn device_counts(&self) -> PyResult<(u64, u64, u32)> {
+        if self.site() == Site::Host {
+            return Err(Exception::usage(
+                "the group is on the CPU, which has no counts on a device; ask for counts()",
+            ));
+        }
+        let counts = self.pass()?.core.device_counts();
+        Ok((
+            counts.per_source_and_expert,
+            counts.begins,
+            counts.most_experts,
+        ))
+    }
+
     /// Sends tokens and lays out what comes.
     #[pyo3(signature = (
         tokens, output, *, scales = None, quantise = None, output_scales = None, output_experts = None,
-        output_weights = None, output_sources = None
+        output_weights = None, output_sources = None, bounded = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of the Python method")]
     fn dispatch(
@@ -745,6 +761,7 @@ impl MoeHandle {
         output_experts: Option<&Bound<'_, PyAny>>,
         output_weights: Option<&Bound<'_, PyAny>>,
         output_sources: Option<&Bound<'_, PyAny>>,
+        bounded: bool,
     ) -> PyResult<()> {
         let sent = Sent::new(self.own(), tokens, scales, quantise)?;
         let format = sent.format();
@@ -757,7 +774,7 @@ impl MoeHandle {
         let received = Received::new(self.own(), format, (output, others))?;
         let mut received = received.apart(&sent)?;
         if self.site() != Site::Host {
-            return self.dispatch_on_device(&sent, &received);
+            return self.dispatch_on_device(tokens.py(), &sent, (&received, bounded));
         }
         let (sending, output) = (sent.tokens(), received.output());
         self.call(tokens.py(), |pass| {
@@ -779,7 +796,7 @@ impl MoeHandle {
     ) -> PyResult<()> {
         let sent = Sent::new(self.own(), tokens, scales, quantise)?;
         if self.site() != Site::Host {
-            return self.dispatch_send_on_device(&sent);
+            return self.dispatch_send_on_device(tokens.py(), &sent);
         }
         let sending = sent.tokens();
         self.call(tokens.py(), |pass| {
@@ -814,7 +831,7 @@ impl MoeHandle {
         let others = [scales, experts, weights, sources];
         let mut received = Received::new(self.own(), format, (output, others))?;
         if self.site() != Site::Host {
-            return self.dispatch_complete_on_device(&received);
+            return self.dispatch_complete_on_device(output.py(), &received);
         }
         let room = received.output();
         self.call(output.py(), |pass| pass.core.dispatch_complete(room))
@@ -835,7 +852,7 @@ impl MoeHandle {
             return Err(Exception::tensor("input and output of a combine overlap"));
         }
         if self.site() != Site::Host {
-            return self.combine_on_device(&made, &output);
+            return self.combine_on_device(rows.py(), &made, &output);
         }
         let (summed, weights) = made.rows();
         // SAFETY: nobody else uses it during the call; it overlaps nothing.
@@ -852,7 +869,7 @@ impl MoeHandle {
     ) -> PyResult<()> {
         let made = Made::new(self.own(), rows, weights)?;
         if self.site() != Site::Host {
-            return self.combine_send_on_device(&made);
+            return self.combine_send_on_device(rows.py(), &made);
         }
         let (summed, weights) = made.rows();
         self.call(rows.py(), |pass| pass.core.combine_send(summed, weights))
@@ -862,7 +879,7 @@ impl MoeHandle {
     fn combine_complete(&self, output: &Bound<'_, PyAny>) -> PyResult<()> {
         let mut to = written(self.site(), output, "output", &[self.own().1])?;
         if self.site() != Site::Host {
-            return self.combine_complete_on_device(&to);
+            return self.combine_complete_on_device(output.py(), &to);
         }
         // SAFETY: nobody else uses it during the call.
         let summed = unsafe { to.write() };

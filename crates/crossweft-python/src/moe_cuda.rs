@@ -3,7 +3,7 @@
 use crossweft_hal::Device;
 use crossweft_hal::cuda::Stream;
 use crossweft_moe::{
-    DataType, DeviceOutput, DeviceRouting, DeviceTokens, DeviceWeights, Format, MoeError,
+    DataType, DeviceOutput, DeviceRouting, DeviceTokens, DeviceWeights, Format, Handle, MoeError,
     OutputShape,
 };
 use pyo3::prelude::*;
@@ -99,7 +99,7 @@ fn sent(sent: &Sent, count: u64, (hidden, dtype): (u32, DataType)) -> PyResult<D
 }
 
 /// Where rows are laid out: as many as there is room for tokens.
-fn output(received: &Received, shape: &OutputShape) -> PyResult<DeviceOutput> {
+fn output(received: &Received, shape: &OutputShape, bounded: bool) -> PyResult<DeviceOutput> {
     let rows = received.tokens.bytes / shape.row_bytes.max(1);
     let shape = shape.with_rows(rows.min(shape.rows));
     let address = |tensor: &Option<Tensor>, what: &str, needed: u64| match tensor {
@@ -107,6 +107,7 @@ fn output(received: &Received, shape: &OutputShape) -> PyResult<DeviceOutput> {
         Some(tensor) => expect(what, tensor, needed, true).map(|()| tensor.address),
     };
     let mut output = DeviceOutput::new(received.tokens.address, rows);
+    output.bounded = bounded;
     output.scales = address(&received.scales, "room for scales", shape.scale_bytes())?;
     if let Some(experts) = &received.experts {
         output.wide = experts.dtype == DataType::I64;
@@ -119,66 +120,84 @@ fn output(received: &Received, shape: &OutputShape) -> PyResult<DeviceOutput> {
 }
 
 impl MoeHandle {
-    /// Launches in the order of the stream that a tensor's library works on.
-    fn launch(
+    /// Launches in the order of the stream that a tensor's library works on. What `prepare` makes of the tensors does it.
+    fn launch<L>(
         &self,
+        py: Python<'_>,
         of: &Tensor,
-        work: impl FnOnce(&mut Pass, &Stream) -> PyResult<Result<(), MoeError>>,
-    ) -> PyResult<()> {
+        prepare: impl FnOnce(&mut Pass) -> PyResult<L>,
+    ) -> PyResult<()>
+    where
+        L: FnOnce(&mut Handle, &Stream) -> Result<(), MoeError> + Send,
+    {
         let stream = self.stream(of.stream.unwrap_or(0))?;
         let mut pass = self.pass()?;
         let failed = |error: MoeError| self.failed(&error);
         // What launches before have come to.
         self.core().check().map_err(failed)?;
-        let done = work(&mut pass, &stream)?;
+        let launch = prepare(&mut pass)?;
+        let core = &mut pass.core;
+        // With masking it waits for its launches.
+        let done = match self.core().options().masking {
+            true => py.detach(|| launch(core, &stream)),
+            false => launch(core, &stream),
+        };
         pass.stream = Some(stream);
         done.map_err(failed)
     }
 
-    pub(crate) fn dispatch_on_device(&self, tokens: &Sent, room: &Received) -> PyResult<()> {
-        self.launch(&tokens.tokens, |pass, stream| {
+    pub(crate) fn dispatch_on_device(
+        &self,
+        py: Python<'_>,
+        tokens: &Sent,
+        (room, bounded): (&Received, bool),
+    ) -> PyResult<()> {
+        self.launch(py, &tokens.tokens, |pass| {
             let shape = pass.shape(tokens.format());
             let shape = shape.map_err(|error| self.failed(&error))?;
-            let (routing, output) = (routing(pass.routed()?)?, output(room, &shape)?);
+            let (routing, output) = (routing(pass.routed()?)?, output(room, &shape, bounded)?);
             let sent = sent(tokens, pass.tokens, self.sizes())?;
             pass.format = tokens.format();
-            // SAFETY: tensors of the device, large enough, which their library keeps for what is on its stream; the
-            // handle waits for the stream before it goes.
-            Ok(unsafe { pass.core.dispatch_on(stream, &routing, sent, &output) })
+            Ok(move |core: &mut Handle, stream: &Stream| {
+                // SAFETY: tensors of the device, large enough, which their library keeps for what is on its stream; the
+                // handle waits for the stream before it goes.
+                unsafe { core.dispatch_on(stream, &routing, sent, &output) }
+            })
         })
     }
 
-    pub(crate) fn dispatch_send_on_device(&self, tokens: &Sent) -> PyResult<()> {
-        self.launch(&tokens.tokens, |pass, stream| {
+    pub(crate) fn dispatch_send_on_device(&self, py: Python<'_>, tokens: &Sent) -> PyResult<()> {
+        self.launch(py, &tokens.tokens, |pass| {
             let routing = routing(pass.routed()?)?;
             let sent = sent(tokens, pass.tokens, self.sizes())?;
             pass.format = tokens.format();
-            // SAFETY: as for a dispatch.
-            Ok(unsafe { pass.core.dispatch_send_on(stream, &routing, sent) })
+            Ok(move |core: &mut Handle, stream: &Stream| {
+                // SAFETY: as for a dispatch.
+                unsafe { core.dispatch_send_on(stream, &routing, sent) }
+            })
         })
     }
 
-    pub(crate) fn dispatch_complete_on_device(&self, room: &Received) -> PyResult<()> {
-        self.launch(&room.tokens, |pass, stream| {
+    pub(crate) fn dispatch_complete_on_device(
+        &self,
+        py: Python<'_>,
+        room: &Received,
+    ) -> PyResult<()> {
+        self.launch(py, &room.tokens, |pass| {
             let shape = pass.shape(pass.format);
             let shape = shape.map_err(|error| self.failed(&error))?;
-            let output = output(room, &shape)?;
-            // SAFETY: as for a dispatch.
-            Ok(unsafe { pass.core.dispatch_complete_on(stream, &output) })
+            let output = output(room, &shape, false)?;
+            Ok(move |core: &mut Handle, stream: &Stream| {
+                // SAFETY: as for a dispatch.
+                unsafe { core.dispatch_complete_on(stream, &output) }
+            })
         })
     }
 
     /// The rows of a combine, and their weights.
     fn rows(&self, pass: &Pass, made: &Made) -> PyResult<(u64, DeviceWeights)> {
         let (hidden, dtype) = self.sizes();
-        let rows = match pass.core.counts() {
-            Ok(counts) => counts.rows(),
-            Err(_) => {
-                let shape = pass.shape(Format::Plain);
-                shape.map_err(|error| self.failed(&error))?.rows
-            }
-        };
-        let needed = rows * Format::Plain.token_bytes(hidden, dtype);
+        let needed = pass.core.most_rows() * Format::Plain.token_bytes(hidden, dtype);
         expect("rows", &made.rows, needed, true)?;
         let weights = match &made.weights {
             Given::One => DeviceWeights::One,
@@ -198,27 +217,42 @@ impl MoeHandle {
         expect("output", output, needed, false).map(|()| output.address)
     }
 
-    pub(crate) fn combine_on_device(&self, made: &Made, output: &Tensor) -> PyResult<()> {
-        self.launch(&made.rows, |pass, stream| {
+    pub(crate) fn combine_on_device(
+        &self,
+        py: Python<'_>,
+        made: &Made,
+        output: &Tensor,
+    ) -> PyResult<()> {
+        self.launch(py, &made.rows, |pass| {
             let ((rows, weights), to) = (self.rows(pass, made)?, self.sums(pass, output)?);
-            // SAFETY: as for a dispatch.
-            Ok(unsafe { pass.core.combine_on(stream, rows, weights, to) })
+            Ok(move |core: &mut Handle, stream: &Stream| {
+                // SAFETY: as for a dispatch.
+                unsafe { core.combine_on(stream, rows, weights, to) }
+            })
         })
     }
 
-    pub(crate) fn combine_send_on_device(&self, made: &Made) -> PyResult<()> {
-        self.launch(&made.rows, |pass, stream| {
+    pub(crate) fn combine_send_on_device(&self, py: Python<'_>, made: &Made) -> PyResult<()> {
+        self.launch(py, &made.rows, |pass| {
             let (rows, weights) = self.rows(pass, made)?;
-            // SAFETY: as for a dispatch.
-            Ok(unsafe { pass.core.combine_send_on(stream, rows, weights) })
+            Ok(move |core: &mut Handle, stream: &Stream| {
+                // SAFETY: as for a dispatch.
+                unsafe { core.combine_send_on(stream, rows, weights) }
+            })
         })
     }
 
-    pub(crate) fn combine_complete_on_device(&self, output: &Tensor) -> PyResult<()> {
-        self.launch(output, |pass, stream| {
+    pub(crate) fn combine_complete_on_device(
+        &self,
+        py: Python<'_>,
+        output: &Tensor,
+    ) -> PyResult<()> {
+        self.launch(py, output, |pass| {
             let to = self.sums(pass, output)?;
-            // SAFETY: as for a dispatch.
-            Ok(unsafe { pass.core.combine_complete_on(stream, to) })
+            Ok(move |core: &mut Handle, stream: &Stream| {
+                // SAFETY: as for a dispatch.
+                unsafe { core.combine_complete_on(stream, to) }
+            })
         })
     }
 }

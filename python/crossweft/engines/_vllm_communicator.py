@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed import ProcessGroup
 from vllm import envs
@@ -9,14 +11,20 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 from vllm.distributed.utils import StatelessProcessGroup
 
 from ._communicator import EngineCommunicator
-from .vllm import logger
+from ._plugin import asked_for
+from .vllm import CHOICES, SWITCH, logger
 
 
 class CrossweftCommunicator(CudaCommunicator):  # type: ignore[misc]
-    """vLLM's communicator of a group on CUDA devices; of a tensor-parallel group, crossweft takes what it can.
+    """vLLM's communicator of a group on CUDA devices; of a tensor-parallel group, crossweft takes what it can, and an
+    expert-parallel one gets its manager, if that is asked for.
 
-    ``--disable-custom-all-reduce`` and ``VLLM_BATCH_INVARIANT`` keep it out: which algorithm adds depends on the size.
+    ``--disable-custom-all-reduce`` and ``VLLM_BATCH_INVARIANT`` keep it out of the former: which algorithm adds depends
+    on the size.
     """
+
+    #: vLLM's, or crossweft's.
+    all2all_manager: Any
 
     def __init__(
         self,
@@ -29,7 +37,10 @@ class CrossweftCommunicator(CudaCommunicator):  # type: ignore[misc]
         tcp_store_group: StatelessProcessGroup | None = None,
         use_all2all: bool = False,
     ) -> None:
-        """As vLLM's. Collective over the group."""
+        """As vLLM's. Collective over the group.
+
+        Raises UnsupportedEngine if expert parallelism is asked for and the group's ranks are on several hosts.
+        """
         super().__init__(
             cpu_group,
             device,
@@ -41,7 +52,13 @@ class CrossweftCommunicator(CudaCommunicator):  # type: ignore[misc]
             use_all2all,
         )
         self.crossweft: EngineCommunicator | None = None
-        is_tensor_parallel = unique_name.split(":")[0] == "tp"
+        asked = asked_for(SWITCH, CHOICES) or ("tp",)
+        if "ep" in asked and self.all2all_manager is not None:
+            # As vLLM imports its own: not before one is needed.
+            from ._vllm_all2all import replaced
+
+            self.all2all_manager = replaced(self.all2all_manager, self.all2all_backend)
+        is_tensor_parallel = unique_name.split(":")[0] == "tp" and "tp" in asked
         if not is_tensor_parallel or self.world_size == 1 or not self.use_custom_allreduce:
             return
         if envs.VLLM_BATCH_INVARIANT or tcp_store_group is not None:

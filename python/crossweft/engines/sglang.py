@@ -1,8 +1,9 @@
 """crossweft in SGLang: a plugin for its loader.
 
 ``CROSSWEFT_SGLANG`` says where: ``custom`` (or ``1``) for the custom all-reduce of every group, in eager mode and in
-graphs; ``mscclpp`` for the place of MSCCL++, which ``--enable-mscclpp`` opens and which is used in graphs only; ``all``
-for both. Unless it is set, nothing is changed.
+graphs; ``mscclpp`` for the place of MSCCL++, which ``--enable-mscclpp`` opens and which is used in graphs only; ``ep``
+for expert parallelism, where ``--moe-a2a-backend deepep`` then sends tokens through crossweft instead of DeepEP, which
+need not be installed; ``all`` for all three. Unless it is set, nothing is changed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,28 @@ _CHOICES = {
     "on": ("custom",),
     "custom": ("custom",),
     "mscclpp": ("mscclpp",),
-    "all": ("custom", "mscclpp"),
+    "ep": ("ep",),
+    "all": ("custom", "mscclpp", "ep"),
 }
 #: Element types for which SGLang asks its MSCCL++ communicator.
 ASKED_FOR = (torch.bfloat16, torch.float16, torch.float32)
 _COMMUNICATORS = "sglang.srt.distributed.device_communicators"
+#: Where layers of experts find their dispatcher.
+_DISPATCHER = "sglang.srt.batch_overlap.two_batch_overlap.DeepEPDispatcher"
+#: What SGLang calls of one.
+DISPATCHER_CONTRACT = (
+    "__init__",
+    "dispatch",
+    "dispatch_a",
+    "dispatch_b",
+    "combine",
+    "combine_a",
+    "combine_b",
+    "set_quant_config",
+    "set_overlap_args",
+    "clear_overlap_args",
+    "register_deepep_dispatch_hook",
+)
 #: What SGLang calls of a custom all-reduce, and of its MSCCL++ communicator.
 CUSTOM_CONTRACT = ("should_custom_ar", "custom_all_reduce", "capture", "close")
 MSCCLPP_CONTRACT = (
@@ -67,6 +85,10 @@ def register() -> bool:
         return False
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    if "ep" in asked:
+        from ._sglang_dispatcher import take_place
+
+        take_place()
     for target, hook, kind in hooks:
         HookRegistry.register(target, hook, kind)
     logger.info("crossweft is used in SGLang %s: %s", version, ", ".join(sorted(asked)))
@@ -90,6 +112,13 @@ def _hooks(asked: frozenset[str]) -> list[tuple[str, Any, Any]]:
         check_contract(pymscclpp.PyMscclppCommunicator, MscclppCommunicator, MSCCLPP_CONTRACT)
         target = f"{_COMMUNICATORS}.pymscclpp.PyMscclppCommunicator"
         hooks.append((target, MscclppCommunicator, HookType.REPLACE))
+    if "ep" in asked:
+        from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPDispatcher
+
+        from ._sglang_dispatcher import CrossweftDispatcher
+
+        check_contract(DeepEPDispatcher, CrossweftDispatcher, DISPATCHER_CONTRACT)
+        hooks.append((_DISPATCHER, CrossweftDispatcher, HookType.REPLACE))
     return hooks
 
 

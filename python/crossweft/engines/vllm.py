@@ -1,12 +1,15 @@
 """crossweft in vLLM: a plugin for its loader.
 
-With ``CROSSWEFT_VLLM=1`` tensor-parallel groups on CUDA devices get a communicator that takes what crossweft can and
-leaves the rest to vLLM's. Unless it is set, nothing is changed.
+``CROSSWEFT_VLLM`` says where: ``tp`` (or ``1``) for tensor-parallel groups on CUDA devices, which get a communicator
+that takes what crossweft can and leaves the rest to vLLM's; ``ep`` for expert parallelism, where ``--all2all-backend
+deepep_high_throughput`` and ``deepep_low_latency`` then send tokens through crossweft instead of DeepEP, which need not
+be installed; ``all`` for both. Unless it is set, nothing is changed.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from ._plugin import UnsupportedEngine, asked_for, check_contract, check_version, refuse
@@ -16,6 +19,8 @@ logger = logging.getLogger("vllm.crossweft")
 
 #: Says whether crossweft is used.
 SWITCH = "CROSSWEFT_VLLM"
+#: What it may ask for.
+CHOICES = {"1": ("tp",), "on": ("tp",), "tp": ("tp",), "ep": ("ep",), "all": ("tp", "ep")}
 #: Versions that tests run with.
 TESTED = ("0.33.0",)
 #: What takes the place of :data:`THEIRS`, as vLLM names classes.
@@ -31,7 +36,8 @@ def register() -> bool:
     Raises nothing: what it finds wrong is logged as an error, and vLLM stays as it is.
     """
     try:
-        if not asked_for(SWITCH, {"1": ("tp",), "on": ("tp",)}):
+        asked = asked_for(SWITCH, CHOICES)
+        if not asked:
             logger.info("crossweft is installed; set %s=1 to use it", SWITCH)
             return False
         version = check_version("vllm", TESTED)
@@ -40,13 +46,31 @@ def register() -> bool:
         named = CudaPlatformBase.get_device_communicator_cls()
         if named not in (OURS, THEIRS):
             raise UnsupportedEngine(f"its CUDA platform names {named}, not {THEIRS}")
+        if "ep" in asked:
+            _name_deep_ep()
     except (ImportError, UnsupportedEngine) as error:
         refuse(logger, "vLLM", error)
         return False
     if named == THEIRS:
         CudaPlatformBase.get_device_communicator_cls = classmethod(_communicator_class)
-    logger.info("crossweft is used in vLLM %s", version)
+    logger.info("crossweft is used in vLLM %s: %s", version, ", ".join(sorted(asked)))
     return True
+
+
+def _name_deep_ep() -> None:
+    """Lets vLLM find crossweft where it looks for DeepEP. Raises UnsupportedEngine if it has looked before."""
+    from ..compat import deep_ep
+
+    layers = sys.modules.get("vllm.model_executor.layers.fused_moe.all2all_utils")
+    if layers is not None and not hasattr(layers, "DeepEPLLPrepareAndFinalize"):
+        raise UnsupportedEngine("its layers of experts were loaded before the plugin, and have found no deep_ep")
+    deep_ep.install(shadow=True)
+    from vllm.utils import import_utils
+
+    # It keeps what it has found.
+    import_utils._has_module.cache_clear()
+    if not import_utils.has_deep_ep():
+        raise UnsupportedEngine("it does not find deep_ep, which crossweft has put in its place")
 
 
 def _communicator_class(platform: Any) -> str:

@@ -12,6 +12,6 @@ tokens. ``crossweft.torch.moe`` has gradients.
 """
 
 from .._crossweft import MoeCounts as Counts
-from ._group import Group, Handle, Layout, Quantise, Received
+from ._group import DeviceArray, DeviceCounts, Group, Handle, Layout, Quantise, Received
 
-__all__ = ["Counts", "Group", "Handle", "Layout", "Quantise", "Received"]
+__all__ = ["Counts", "DeviceArray", "DeviceCounts", "Group", "Handle", "Layout", "Quantise", "Received"]

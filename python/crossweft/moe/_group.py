@@ -35,10 +35,39 @@ class Received:
     scales: Any | None
     #: ``[*rows, top_k]``: local experts of each row, -1 for none; only where rows are not grouped by expert.
     experts: Any | None
-    #: ``[*rows, top_k]`` f32, 0 where there is no expert; ``[*rows]`` where rows are grouped by expert.
-    weights: Any
+    #: ``[*rows, top_k]`` f32, 0 where there is no expert; ``[*rows]`` where rows are grouped by expert; ``None`` if not
+    #: wanted.
+    weights: Any | None
     #: ``[*rows]`` i32: which of its source's tokens a row is; -1 where it is none.
     sources: Any
+
+
+class DeviceArray:
+    """Memory of a CUDA device, for ``torch.as_tensor`` and the like. It keeps what it belongs to."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], owner: Any) -> None:
+        self._owner = owner
+        #: Of i32.
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "typestr": "<i4",
+            "strides": None,
+            "version": 3,
+        }
+
+
+@dataclass(frozen=True)
+class DeviceCounts:
+    """How many rows the last dispatch of a handle has brought, where its CUDA device has that.
+
+    Each dispatch writes them anew, in the order of its stream.
+    """
+
+    #: ``[ranks, most experts of a rank]``: rows of each rank for each local expert.
+    rows: DeviceArray
+    #: The same shape: the first of those rows, where rows are grouped by expert.
+    begins: DeviceArray
 
 
 class Group:
@@ -49,7 +78,7 @@ class Group:
     (bf16, f16, f32), whose bytes must be a multiple of 16, each for at most ``top_k`` experts (1 to 32). ``blocks``
     thread blocks run each call: one on the CPU, 16 on a GPU if none are given. A call takes ``timeout`` seconds at
     most, as the communicator's if none are given. With ``masking`` a rank that is gone or late is left out from then
-    on, instead of failing the call; on the CPU only.
+    on, instead of failing the call; on a GPU each call then waits for its end, and cannot be recorded into a graph.
 
     Of a communicator on a CUDA device, tensors are on that device. Calls are launched in the order of the current
     stream of the library that they are of, and return at once; they can be recorded into a graph, for which the handle
@@ -219,6 +248,15 @@ class Handle:
         """
         return self._core.counts()
 
+    def device_counts(self) -> DeviceCounts:
+        """Counts for what follows on the stream, at addresses that stay the same for as long as the handle lives.
+
+        Waits for nothing. Raises UsageError on the CPU.
+        """
+        rows, begins, experts = self._core.device_counts()
+        shape = (self._group.world_size, experts)
+        return DeviceCounts(*(DeviceArray(address, shape, self._core) for address in (rows, begins)))
+
     def route(self, experts: Any, weights: Any | None = None, *, top_k: int | None = None) -> None:
         """Takes the routing of another pass. Raises UsageError, TensorError; also if a call was not completed."""
         top_k = _top_k(experts, top_k)
@@ -232,13 +270,16 @@ class Handle:
         scales: Any | None = None,
         quantise: Quantise | None = None,
         out: Received | None = None,
+        bounded: bool = False,
     ) -> Received:
         """Sends this rank's tokens and lays out what is received. All ranks must call it, with one format.
 
         Tokens are ``[tokens, hidden]`` in the group's type, perhaps to be quantised on the way, or in f8e4m3 with
         ``scales`` (f32, or exponents as i32 or bytes). ``out`` has room for what comes; it is made if there is none.
-        Raises CapacityError if it is too small: then call :meth:`dispatch_complete` with more. Otherwise as all calls:
-        UsageError, TensorError, Mismatch, Timeout, PeerLost, Aborted, Poisoned.
+        Raises CapacityError if it is too small: then call :meth:`dispatch_complete` with more. On a GPU it must have
+        room for the most that can come, unless it is ``bounded``: then the caller knows that no more come, and if they
+        do it is a Mismatch. Otherwise as all calls: UsageError, TensorError, Mismatch, Timeout, PeerLost, Aborted,
+        Poisoned.
         """
         if out is None and self._layout in ("flat", "expert_packed"):
             self.dispatch_send(tokens, scales=scales, quantise=quantise)
@@ -256,6 +297,7 @@ class Handle:
             output_experts=out.experts,
             output_weights=out.weights,
             output_sources=out.sources,
+            bounded=bounded,
         )
         self._kind, self._scales = kind, sent
         return out
@@ -272,15 +314,18 @@ class Handle:
         """Waits until it is known how many rows the dispatch that was sent brings."""
         return self._core.wait_for_counts()
 
-    def empty(self, rows: int | None = None, *, like: Any, scales: Quantise | None = None) -> Received:
+    def empty(
+        self, rows: int | None = None, *, like: Any, scales: Quantise | None = None, weights: bool = True
+    ) -> Received:
         """Room for what a dispatch brings: for ``rows`` rows of a flat or packed layout, or for the most that can come.
 
-        Its tensors are of the kind of ``like``, for quantised tokens if ``scales`` says what their scales are.
+        Its tensors are of the kind of ``like``, for quantised tokens if ``scales`` says what their scales are. Rows'
+        weights can be left out.
         """
         most = self._rows(scales)
         if rows is None or self._layout in ("expert_major", "rank_major"):
             rows = most
-        return self._room(kind_of(like), scales, min(rows, most))
+        return self._room(kind_of(like), scales, min(rows, most), weights)
 
     def dispatch_complete(self, out: Received | None = None) -> Received:
         """Lays out what the dispatch that was sent brings. As much room is made as that takes if there is no
@@ -332,7 +377,7 @@ class Handle:
         """The most that a dispatch can bring."""
         return self._core.output_shape(scales=scales)[0]
 
-    def _room(self, kind: Kind, scales: Quantise | None, rows: int) -> Received:
+    def _room(self, kind: Kind, scales: Quantise | None, rows: int, weights: bool = True) -> Received:
         _, _, scale_bytes, experts_per_row = self._core.output_shape(scales=scales)
         group = self._group
         ranks, most = group.world_size, group.max_tokens
@@ -347,7 +392,7 @@ class Handle:
             tokens=kind.empty((*shape, group.hidden), "f8e4m3" if scales else group.dtype),
             scales=kind.empty((*shape, scale_bytes // 4), scale_type) if scales else None,
             experts=kind.full(each, self._ids, -1) if experts_per_row else None,
-            weights=kind.full(each, "f32", 0),
+            weights=kind.full(each, "f32", 0) if weights else None,
             sources=kind.full(shape, "i32", -1),
         )
 

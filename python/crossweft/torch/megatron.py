@@ -2,7 +2,7 @@
 :mod:`crossweft.torch.moe`.
 
 A dispatcher takes one in place of its own: ``dispatcher._comm_manager = FlexManager(exchange, router_topk)``. Tokens
-come grouped by expert, so that there is nothing to permute and to restore. On tensors of the host.
+come grouped by expert, so that there is nothing to permute and to restore.
 """
 
 from __future__ import annotations
@@ -81,10 +81,13 @@ class FlexManager:
     def get_dispached_metadata(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The local expert of each row that came, and its probability."""
         counts = self.get_number_of_tokens_per_expert()
-        return torch.arange(len(counts), device="cpu").repeat_interleave(counts), self.dispatched_probs
+        experts = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+        if self._rows is not None:
+            experts = experts.to(self._rows.tokens.device)
+        return experts, self.dispatched_probs
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor:
-        """Rows of each local expert, int64."""
+        """Rows of each local expert, int64, on the host."""
         return torch.tensor(self._sent().counts().per_expert, dtype=torch.int64, device="cpu")
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: torch.Tensor) -> tuple[Any, Any]:

@@ -4,9 +4,9 @@
 * :class:`Route`: one forward pass and its backward pass: :meth:`Route.dispatch`, :meth:`Route.combine`.
 * :class:`Rows`: what a dispatch brings.
 
-Tokens are in host memory. Backward passes communicate as forward passes do, so all ranks must make them, in the same
-order: also a rank that nothing was sent to must let what it received, be it no rows, into what it combines, and where
-any rank wants gradients of tokens or of weights, all must.
+Tokens are where the communicator computes. Backward passes communicate as forward passes do, so all ranks must make
+them, in the same order: also a rank that nothing was sent to must let what it received, be it no rows, into what it
+combines, and where any rank wants gradients of tokens or of weights, all must.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Exchange:
         hidden: int,
         top_k: int,
         dtype: torch.dtype = torch.bfloat16,
-        blocks: int = 1,
+        blocks: int | None = None,
         timeout: float | None = None,
     ) -> None:
 

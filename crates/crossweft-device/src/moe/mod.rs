@@ -331,7 +331,7 @@ pub unsafe fn stop<M: Memory>(memory: &M, group: &Group) {
     unsafe { memory.store(group.state + STOPPED, 1) }
 }
 
-/// Forgets what a launch that was stopped has left: who has arrived at a barrier, and marks.
+/// Forgets what a launch that was stopped has left: that it was, who has arrived at a barrier, and marks.
 ///
 /// # Safety
 /// The group must be prepared, and no launch of it under way on this rank.
@@ -346,6 +346,7 @@ pub unsafe fn clear<M: Memory>(memory: &M, group: &Group) {
         }
     };
     zero(group.state + ARRIVALS, 1);
+    zero(group.state + STOPPED, 1);
     zero(group.state + SENDERS, 1);
     zero(group.state + RECEIVERS, 1);
     zero(group.marks, 2 * geometry.mark_words(group.blocks));

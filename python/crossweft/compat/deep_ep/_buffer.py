@@ -16,6 +16,7 @@ from ._low_latency import Handle as LowLatencyHandle
 from ._low_latency import Hook, LowLatency
 from ._normal import Bias, Normal, layout
 from ._normal import Handle as NormalHandle
+from ._streams import Streams
 from .utils import EventHandle, EventOverlap
 
 #: Tokens, or quantised ones and their scales.
@@ -29,6 +30,9 @@ _SEVERAL_HOSTS = "ranks of several hosts are not supported, so no call has a par
 class Buffer:
     """What the ranks of ``group`` send tokens through: a ``torch.distributed`` process group of any backend, or a
     :class:`crossweft.Communicator`; or ``comm``, one of mpi4py. Collective.
+
+    Tensors are on ``device``: on torch's current CUDA device unless another is given, in host memory (``"cpu"``) where
+    torch sees none, or where the communicator computes if that is given.
 
     Sizes, ``num_qps_per_rank``, ``allow_nvlink_for_low_latency_mode``, ``allow_mnnvl`` and ``use_fabric`` decide
     nothing here. With ``enable_shrink``, low-latency calls leave out a rank that is gone, or late by ``timeout``
@@ -53,8 +57,9 @@ class Buffer:
         comm: Any = None,
         *,
         timeout: float = 100.0,
+        device: str | torch.device | None = None,
     ) -> None:
-        communicator = _communicator(group, comm, timeout)
+        communicator = _communicator(group, comm, timeout, device)
         self.group = group
         self.rank = communicator.rank
         self.group_size = communicator.world_size
@@ -65,8 +70,14 @@ class Buffer:
         self.enable_shrink = enable_shrink
         #: Read by those who size queues by it.
         self.nvshmem_qp_depth = 1024
-        self._normal: Normal | None = Normal(communicator, Groups(communicator, timeout))
-        self._low_latency: LowLatency | None = LowLatency(Groups(communicator, timeout, masking=enable_shrink))
+        self._streams = Streams(torch.device(communicator.device))
+        #: How many of its GPU's multiprocessors a call of many tokens takes, and one of few; ``None`` on the host.
+        self.multiprocessors = _blocks(communicator)
+        many, few = self.multiprocessors
+        self._normal: Normal | None = Normal(communicator, Groups(communicator, timeout, blocks=many))
+        self._low_latency: LowLatency | None = LowLatency(
+            Groups(communicator, timeout, blocks=few, masking=enable_shrink), self._streams
+        )
 
     def destroy(self) -> None:
         """Gives everything back; nothing can be called after it. ``explicitly_destroy`` need not have been said."""
@@ -86,7 +97,7 @@ class Buffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event that has happened."""
+        """What the current stream was asked for so far."""
         return EventOverlap(EventHandle())
 
     @staticmethod
@@ -97,8 +108,8 @@ class Buffer:
         return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def get_comm_stream(self) -> Any:
-        """The CPU's stream, which does everything at once."""
-        return torch.cpu.current_stream()
+        """The stream of asynchronous calls; on the host the CPU's, which does everything at once."""
+        return self._streams.own or torch.cpu.current_stream()
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -129,8 +140,9 @@ class Buffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Tokens for each rank (i32), ``None``, tokens for each expert (i32), which tokens ``[tokens, ranks]`` are for
         which rank, an event. Local."""
-        per_rank, per_expert, in_rank = layout(topk_idx.detach(), num_experts, self.group_size)
-        return per_rank, None, per_expert, in_rank, _event(async_finish)
+        with self._streams.call((topk_idx,), previous_event, async_finish) as ends:
+            per_rank, per_expert, in_rank = layout(topk_idx.detach(), num_experts, self.group_size)
+            return per_rank, None, per_expert, in_rank, ends(per_rank, per_expert, in_rank)
 
     def dispatch(
         self,
@@ -160,22 +172,26 @@ class Buffer:
         """
         normal = self._used(self._normal)
         tokens, scales = x if isinstance(x, tuple) else (x, None)
-        if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                raise UsageError("tokens that go the ways of a handle have its experts; give no topk_idx, topk_weights")
-            received = normal.again(tokens, scales, handle)
-            return _tokens(received), None, None, None, handle, _event(async_finish)
-        received, counts, made = normal.dispatch(
-            tokens,
-            scales,
-            (topk_idx, topk_weights),
-            (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank),
-            alignment=expert_alignment,
-            worst_tokens=num_worst_tokens,
-        )
-        experts = None if topk_idx is None else received.experts
-        weights = None if topk_weights is None else received.weights
-        return _tokens(received), experts, weights, counts, made, _event(async_finish)
+        if handle is not None and (topk_idx is not None or topk_weights is not None):
+            raise UsageError("tokens that go the ways of a handle have its experts; give no topk_idx, topk_weights")
+        layout_given = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
+        given = (x, topk_idx, topk_weights, *layout_given)
+        with self._streams.call(given, previous_event, async_finish) as ends:
+            if handle is not None:
+                received = normal.again(tokens, scales, handle)
+                return _tokens(received), None, None, None, handle, ends(_tokens(received))
+            received, counts, made = normal.dispatch(
+                tokens,
+                scales,
+                (topk_idx, topk_weights),
+                layout_given,
+                alignment=expert_alignment,
+                worst_tokens=num_worst_tokens,
+            )
+            experts = None if topk_idx is None else received.experts
+            weights = None if topk_weights is None else received.weights
+            event = ends(_tokens(received), experts, weights, made)
+            return _tokens(received), experts, weights, counts, made, event
 
     def combine(
         self,
@@ -194,9 +210,10 @@ class Buffer:
         the sums, those of weights, an event. Collective.
         """
         normal = self._used(self._normal)
-        sums = normal.combine(x, handle, bias)
-        weights = None if topk_weights is None else normal.combine_weights(topk_weights, handle)
-        return sums, weights, _event(async_finish)
+        with self._streams.call((x, topk_weights, bias), previous_event, async_finish) as ends:
+            sums = normal.combine(x, handle, bias)
+            weights = None if topk_weights is None else normal.combine_weights(topk_weights, handle)
+            return sums, weights, ends(sums, weights)
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises Unsupported: ranks are on one host."""
@@ -209,7 +226,8 @@ class Buffer:
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Makes what calls of this shape need, and waits for all ranks. There is nothing to clean. Collective."""
         low_latency = self._used(self._low_latency)
-        low_latency.step(low_latency.group(num_max_dispatch_tokens_per_rank, hidden, num_experts))
+        with self._streams.call(()):
+            low_latency.step(low_latency.group(num_max_dispatch_tokens_per_rank, hidden, num_experts))
 
     def low_latency_dispatch(
         self,
@@ -241,12 +259,11 @@ class Buffer:
         quantise: moe.Quantise | None = None
         if use_fp8:
             quantise = "ue8m0" if use_ue8m0 else "f32_powers_of_two" if round_scale else "f32"
-        received, counts, handle, hook = low_latency.dispatch(
-            x, topk_idx, group, quantise, cumulative_local_expert_recv_stats
-        )
-        if not return_recv_hook:
-            hook()
-        return received, counts, handle, _event(async_finish), hook if return_recv_hook else None
+        stats = cumulative_local_expert_recv_stats
+        with self._streams.call((x, topk_idx, stats), asynchronous=async_finish) as ends:
+            received, counts, handle, hook = low_latency.dispatch(x, topk_idx, group, quantise, stats, return_recv_hook)
+            event = ends(received, counts, handle)
+        return received, counts, handle, event, hook if return_recv_hook else None
 
     def low_latency_combine(
         self,
@@ -270,10 +287,10 @@ class Buffer:
         _no_times(combine_wait_recv_cost_stats)
         _one_of(async_finish, return_recv_hook)
         low_latency = self._used(self._low_latency)
-        sums, hook = low_latency.combine(x, topk_idx, topk_weights, handle, zero_copy, out)
-        if not return_recv_hook:
-            hook()
-        return sums, _event(async_finish), hook if return_recv_hook else None
+        with self._streams.call((x, topk_idx, topk_weights, out), asynchronous=async_finish) as ends:
+            sums, hook = low_latency.combine(x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook)
+            event = ends(sums)
+        return sums, event, hook if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Room ``[L, R * M, H]`` of bf16 for what experts make of the handle's rows, which ``zero_copy`` sends."""
@@ -308,22 +325,35 @@ class Buffer:
         return mode
 
 
-def _communicator(group: Any, comm: Any, timeout: float) -> Communicator:
+def _communicator(group: Any, comm: Any, timeout: float, device: str | torch.device | None) -> Communicator:
     if (group is None) == (comm is None):
         raise UsageError("give a group or, of mpi4py, a comm")
     if isinstance(group, Communicator):
         return group
+    if device is None:
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    where = str(device)
     if comm is None:
-        return Communicator.from_process_group(group, timeout=timeout)
+        return Communicator.from_process_group(group, device=where, timeout=timeout)
     rank = comm.Get_rank()
     # Kept until everybody has joined: its owner hosts the rendezvous.
     unique_id = UniqueId(timeout=timeout) if rank == 0 else None
     text = comm.bcast(None if unique_id is None else str(unique_id), root=0)
-    return Communicator(rank, comm.Get_size(), unique_id or UniqueId.from_text(text), timeout=timeout)
+    unique_id = unique_id or UniqueId.from_text(text)
+    return Communicator(rank, comm.Get_size(), unique_id, device=where, timeout=timeout)
 
 
-def _event(async_finish: bool) -> EventOverlap:
-    return EventOverlap(EventHandle() if async_finish else None)
+def _blocks(communicator: Communicator) -> tuple[int | None, int | None]:
+    """How many multiprocessors calls of many and of few tokens take, of a GPU that several ranks may share."""
+    device = torch.device(communicator.device)
+    if device.type == "cpu":
+        return None, None
+    own = str(torch.cuda.get_device_properties(device).uuid).encode()
+    sharers = communicator.all_gather_bytes(own).count(own)
+    # Those of all sharers are there at once, with room for others.
+    all_of_them = torch.cuda.get_device_properties(device).multi_processor_count // 2
+    share = max(1, all_of_them // sharers)
+    return share, min(share, 32)
 
 
 def _tokens(received: moe.Received) -> _Tokens:

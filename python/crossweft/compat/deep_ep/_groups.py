@@ -34,11 +34,17 @@ class Shape(NamedTuple):
 
 
 class Groups:
-    """Groups by shape. Ranks ask for the same ones in the same order; one that is not there is made, collectively."""
+    """Groups by shape. Ranks ask for the same ones in the same order; one that is not there is made, collectively.
 
-    def __init__(self, communicator: Communicator, timeout: float, masking: bool = False) -> None:
+    On a GPU each takes as many multiprocessors as ``blocks`` says.
+    """
+
+    def __init__(
+        self, communicator: Communicator, timeout: float, *, blocks: int | None = None, masking: bool = False
+    ) -> None:
         self._communicator = communicator
         self._timeout = timeout
+        self._blocks = blocks
         self._masking = masking
         self._masked = [False] * communicator.world_size
         self._groups: dict[Shape, moe.Group] = {}
@@ -54,6 +60,7 @@ class Groups:
                 hidden=shape.hidden,
                 top_k=TOP_K,
                 dtype=shape.dtype,
+                blocks=self._blocks,
                 timeout=self._timeout,
                 masking=self._masking,
             )

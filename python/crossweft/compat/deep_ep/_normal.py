@@ -22,13 +22,36 @@ Bias: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 class Pass:
     """Where tokens of one dispatch have gone, so that others can go, and come back, the same ways."""
 
-    def __init__(self, group: moe.Group, experts: torch.Tensor, weights: torch.Tensor | None, rows: int) -> None:
+    def __init__(
+        self, group: moe.Group, experts: torch.Tensor, weights: torch.Tensor | None, rows: int, worst_rows: int
+    ) -> None:
         self.group = group
         self.experts = experts
         self.handle = group.handle(experts, weights, layout="flat")
-        self.given_rows = rows
+        #: How many come.
+        self.rows = rows
+        #: For how many there is to be room; 0 for as many as come.
+        self.worst_rows = worst_rows
         #: For weights on their way back.
         self.of_weights: moe.Handle | None = None
+
+    def room(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> moe.Received:
+        """Room for what comes of tokens like these."""
+        rows, top_k = max(self.rows, self.worst_rows), self.experts.shape[1]
+        experts = self.experts.new_empty((rows, top_k))
+        weights = tokens.new_empty((rows, top_k), dtype=torch.float32)
+        sources = tokens.new_empty((rows,), dtype=torch.int32)
+        # Rows that nothing comes for have no experts.
+        experts[self.rows :] = -1
+        weights[self.rows :] = 0
+        sources[self.rows :] = -1
+        return moe.Received(
+            tokens=tokens.new_empty(rows, tokens.shape[1]),
+            scales=None if scales is None else scales.new_empty(rows, scales.shape[1]),
+            experts=experts,
+            weights=weights,
+            sources=sources,
+        )
 
 
 class Handle(tuple[torch.Tensor, ...]):
@@ -44,28 +67,43 @@ class Handle(tuple[torch.Tensor, ...]):
         return made
 
 
-def first_experts(experts: int, ranks: int) -> torch.Tensor:
+def first_experts(experts: int, ranks: int, device: torch.device) -> torch.Tensor:
     """The first expert of every rank: ranks have equally many, the first ones one more where that does not go."""
     each, more = divmod(experts, ranks)
-    rank = torch.arange(ranks, device="cpu")
+    rank = torch.arange(ranks, device=device)
     return rank * each + rank.clamp(max=more)
 
 
 def layout(topk_idx: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens for each rank and for each expert, and which tokens are for which rank."""
+    """Tokens for each rank and for each expert, and which tokens are for which rank. Waits for no device."""
     if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
         raise TensorError(
             f"topk_idx is {tuple(topk_idx.shape)} of {topk_idx.dtype}; it must be [tokens, top-k] of int64"
         )
-    if topk_idx.numel() and not -1 <= int(topk_idx.min()) <= int(topk_idx.max()) < experts:
-        raise UsageError(f"topk_idx has experts that do not exist; there are {experts}, and -1 for none")
     index = topk_idx.long()
-    chosen = index[index >= 0]
-    per_expert = torch.bincount(chosen, minlength=experts).to(torch.int32)
+    device = index.device
+    if device.type == "cpu" and bool(strangers(index, experts)):
+        raise UsageError(_NO_SUCH_EXPERT.format(experts))
+    # The first place is for those that are none.
+    places = (index + 1).clamp(0, experts).flatten()
+    per_expert = torch.zeros(experts + 1, dtype=torch.int32, device=device)
+    per_expert.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
     # -1 is before the first expert of rank 0. Ranks without experts come last.
-    owner = torch.bucketize(index, first_experts(experts, ranks), right=True) - 1
-    in_rank = (owner.unsqueeze(-1) == torch.arange(ranks, device="cpu")).any(1)
-    return in_rank.sum(0, dtype=torch.int32), per_expert, in_rank
+    owner = torch.bucketize(index, first_experts(experts, ranks, device), right=True) - 1
+    in_rank = (owner.unsqueeze(-1) == torch.arange(ranks, device=device)).any(1)
+    return in_rank.sum(0, dtype=torch.int32), per_expert[1:], in_rank
+
+
+def strangers(index: torch.Tensor, experts: int) -> torch.Tensor:
+    """Whether there are experts that do not exist."""
+    return ((index < -1) | (index >= experts)).any()
+
+
+_NO_SUCH_EXPERT = "topk_idx has experts that do not exist; there are {}, and -1 for none"
+
+#: What ranks tell each other before their numbers: how many tokens they have, and what is wrong with them.
+_TOLD = 2
+_STRANGERS, _OTHER_RANKS, _OTHER_COUNTS = 1, 2, 4
 
 
 class Normal:
@@ -93,38 +131,45 @@ class Normal:
                 "a dispatch without a handle needs num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank: "
                 "those of get_dispatch_layout"
             )
+        dtype = type_of_sums(x.dtype)
         job = self._communicator
-        experts = per_expert.numel()
-        if tuple(in_rank.shape) != (len(x), job.world_size) or per_rank.numel() != job.world_size:
+        ranks, experts = job.world_size, per_expert.numel()
+        if tuple(in_rank.shape) != (len(x), ranks) or per_rank.numel() != ranks:
             raise TensorError(
                 f"is_token_in_rank is {tuple(in_rank.shape)}, num_tokens_per_rank has {per_rank.numel()} elements; "
-                f"there are {len(x)} tokens and {job.world_size} ranks"
+                f"there are {len(x)} tokens and {ranks} ranks"
             )
         if topk_idx is None:
             if topk_weights is not None:
                 raise UsageError("topk_weights are of topk_idx; give both, or none")
             # Any expert of a rank stands for it.
-            index = torch.where(in_rank, first_experts(experts, job.world_size), -1)
+            index = torch.where(in_rank, first_experts(experts, ranks, in_rank.device), -1)
+            wrong = in_rank.new_zeros((), dtype=torch.int32)
         else:
             index = topk_idx.detach().contiguous()
-            if not torch.equal(layout(index, experts, job.world_size)[2], in_rank):
-                raise UsageError("is_token_in_rank is not what topk_idx says; give get_dispatch_layout's")
-        everybody = self._everybody(len(x), per_rank, per_expert)
+            is_other = (layout(index, experts, ranks)[2] != in_rank).any()
+            wrong = _STRANGERS * strangers(index, experts).int() | _OTHER_RANKS * is_other.int()
+        is_other = (in_rank.sum(0) != per_rank).any()
+        wrong = wrong | _OTHER_COUNTS * is_other.int()
+        on_device = self._everybody(len(x), wrong, per_rank, per_expert)
+        everybody = on_device.cpu()
+        _refuse(everybody[:, 1].tolist(), experts, job.rank)
         most = max(_FEWEST, int(everybody[:, 0].max()))
-        shape = Shape(experts, 1 << (most - 1).bit_length(), x.shape[1], type_of_sums(x.dtype))
+        shape = Shape(experts, 1 << (most - 1).bit_length(), x.shape[1], dtype)
         weights = None if topk_weights is None else topk_weights.detach().contiguous()
-        way = Pass(self._groups.at_least(shape), index, weights, worst_tokens)
+        rows = int(everybody[:, _TOLD + job.rank].sum())
+        way = Pass(self._groups.at_least(shape), index, weights, rows, worst_tokens)
         received = self._send(way, x, scales)
         # Sums of what ranks have told, rounded up.
         own = way.group.local_experts()
-        told = everybody[:, 1 + job.world_size :].sum(0)[own.start : own.stop]
-        counts = [] if worst_tokens else [-(-int(n) // alignment) * alignment for n in told]
-        to_ranks = everybody[:, 1 : 1 + job.world_size]
+        told = everybody[:, _TOLD + ranks :].sum(0)[own.start : own.stop].tolist()
+        counts = [] if worst_tokens else [-(-n // alignment) * alignment for n in told]
+        to_ranks = on_device[:, _TOLD : _TOLD + ranks]
         slots = in_rank.cumsum(0, dtype=torch.int32) - 1
         tensors = (
             to_ranks.cumsum(0, dtype=torch.int32),
             to_ranks[job.rank].unsqueeze(1).contiguous(),
-            to_ranks.new_zeros(job.world_size, 1),
+            to_ranks.new_zeros(ranks, 1),
             received.sources,
             in_rank,
             torch.where(in_rank, slots, -1),
@@ -137,7 +182,8 @@ class Normal:
 
     def combine(self, x: torch.Tensor, handle: Any, bias: Bias) -> torch.Tensor:
         """Sums each token's rows."""
-        sums: torch.Tensor = _way(handle).handle.combine(x.detach().contiguous())
+        way = _way(handle)
+        sums: torch.Tensor = way.handle.combine(_at_least(x.detach().contiguous(), way))
         biases = bias if isinstance(bias, tuple) else (bias,)
         given = [tensor for tensor in biases if tensor is not None]
         if not given:
@@ -159,41 +205,58 @@ class Normal:
             group = way.group
             shape = Shape(group.experts, group.max_tokens, _WEIGHTS, "f32")
             way.of_weights = self._groups.at_least(shape).handle(way.experts, layout="flat")
-            way.of_weights.dispatch(torch.zeros(len(way.experts), _WEIGHTS, dtype=torch.float32, device="cpu"))
+            zeros = weights.new_zeros(len(way.experts), _WEIGHTS)
+            way.of_weights.dispatch(zeros, out=way.room(zeros, None), bounded=True)
         rows = torch.nn.functional.pad(weights.detach(), (0, _WEIGHTS - top_k))
-        sums: torch.Tensor = way.of_weights.combine(rows)
+        sums: torch.Tensor = way.of_weights.combine(_at_least(rows, way))
         return sums[:, :top_k].contiguous()
 
-    def _everybody(self, tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor) -> torch.Tensor:
-        """Of each rank: how many tokens it has, and has for each rank and expert."""
-        own = torch.cat([per_rank.new_tensor([tokens], dtype=torch.int32), per_rank.int(), per_expert.int()])
+    def _everybody(
+        self, tokens: int, wrong: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor
+    ) -> torch.Tensor:
+        """Of each rank: how many tokens it has, what is wrong with them, and how many are for each rank and expert."""
+        told = wrong.new_full((_TOLD,), tokens, dtype=torch.int32)
+        told[1] = wrong
+        own = torch.cat([told, per_rank.int(), per_expert.int()])
         out = own.new_empty(self._communicator.world_size, own.numel())
         self._communicator.all_gather(own, out)
         return out
 
     def _send(self, way: Pass, x: torch.Tensor, scales: torch.Tensor | None) -> moe.Received:
-        handle = way.handle
         dense = None if scales is None else scales.detach().contiguous()
-        handle.dispatch_send(x.detach().contiguous(), scales=dense)
-        rows = handle.wait_for_counts().rows
-        room = way.given_rows or rows
-        ids = way.experts
-        # Rows that nothing comes for have no experts.
-        out = moe.Received(
-            tokens=x.new_empty(max(room, rows), x.shape[1]),
-            scales=None if dense is None else dense.new_empty(max(room, rows), dense.shape[1]),
-            experts=ids.new_full((max(room, rows), ids.shape[1]), -1),
-            weights=x.new_zeros((max(room, rows), ids.shape[1]), dtype=torch.float32),
-            sources=x.new_full((max(room, rows),), -1, dtype=torch.int32),
-        )
-        # Even if there are too many, or the other ranks would wait for this one.
-        handle.dispatch_complete(out)
-        if rows > room:
-            raise CapacityError(f"num_worst_tokens is {room}, but {rows} tokens came", rank=way.group.rank)
+        # Also if there are too many, or the other ranks would wait for this one.
+        out = way.room(x, dense)
+        way.handle.dispatch(x.detach().contiguous(), scales=dense, out=out, bounded=True)
+        if 0 < way.worst_rows < way.rows:
+            raise CapacityError(
+                f"num_worst_tokens is {way.worst_rows}, but {way.rows} tokens came", rank=way.group.rank
+            )
         if scales is not None and out.scales is not None and scales.stride(0) == 1 and scales.stride(1) != 1:
             # As they were given: one column after the other.
             out.scales = out.scales.T.contiguous().T
         return out
+
+
+def _at_least(rows: torch.Tensor, way: Pass) -> torch.Tensor:
+    """Rows as a combine takes them: those that came, or there was room for."""
+    if len(rows) < way.rows:
+        raise UsageError(f"x has {len(rows)} rows; the dispatch brought {way.rows}")
+    missing = max(way.rows, way.worst_rows) - len(rows)
+    return rows if missing <= 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing))
+
+
+def _refuse(wrong: list[int], experts: int, own: int) -> None:
+    """Raises what is wrong with some rank's routing, on all ranks."""
+    for rank, what in enumerate(wrong):
+        whose = "" if rank == own else f" of rank {rank}"
+        if what & _STRANGERS:
+            raise UsageError(_NO_SUCH_EXPERT.format(experts).replace("topk_idx", f"topk_idx{whose}"))
+        if what & _OTHER_RANKS:
+            raise UsageError(f"is_token_in_rank{whose} is not what topk_idx says; give get_dispatch_layout's")
+        if what & _OTHER_COUNTS:
+            raise UsageError(
+                f"num_tokens_per_rank{whose} is not what is_token_in_rank says; give get_dispatch_layout's"
+            )
 
 
 def _way(handle: Any) -> Pass:
