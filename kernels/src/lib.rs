@@ -9,6 +9,15 @@
     reason = "structures by value, whose layout the host's side knows"
 )]
 
+#[cfg(any(
+    family = "hop",
+    family = "moe_lines",
+    family = "norm",
+    family = "plan"
+))]
+#[macro_use]
+mod parameter;
+
 #[cfg(family = "bench")]
 mod bench;
 #[cfg(family = "channel")]
@@ -20,6 +29,8 @@ mod exchange;
 mod fused;
 #[cfg(family = "moe")]
 mod moe;
+#[cfg(family = "moe_lines")]
+mod moe_lines;
 #[cfg(family = "norm")]
 mod norm;
 #[cfg(family = "plan")]

@@ -8,6 +8,7 @@ use crossweft_device::executor::{STOPPED_EPOCH, Start};
 use crossweft_device::gpu::block::{BlockState, Shared};
 #[cfg(target_arch = "amdgpu")]
 use crossweft_device::gpu::machine;
+use crossweft_device::gpu::moe::{MARKS_BYTES, META_BYTES, TABLES_BYTES, WARP_TABLE_BYTES};
 use crossweft_device::gpu::{ExchangeLaunch, MAX_CHAINS, PlanLaunch, TABLE_BYTES};
 use crossweft_device::{Memory, Raw};
 
@@ -95,7 +96,30 @@ areas! {
     state, "crossweft_state", size_of::<BlockState>();
 }
 
-#[cfg(not(any(family = "exchange", family = "moe", family = "norm")))]
+#[cfg(family = "moe_lines")]
+areas! {
+    /// A launch of either kind.
+    launch, "crossweft_launch", crate::moe_lines::LAUNCH_BYTES;
+    /// Where each rank's memory is, and whether it is masked.
+    peers, "crossweft_peers", crate::moe_lines::PEERS_BYTES;
+    /// A table for each warp's terms.
+    terms, "crossweft_terms", crate::moe_lines::WARPS * WARP_TABLE_BYTES;
+    /// What a row says of itself, for each warp.
+    metas, "crossweft_metas", crate::moe_lines::WARPS * META_BYTES;
+    /// Where few tokens go.
+    marks, "crossweft_marks", MARKS_BYTES;
+    /// What has been counted.
+    tables, "crossweft_tables", TABLES_BYTES;
+    /// A [`BlockState`].
+    state, "crossweft_state", size_of::<BlockState>();
+}
+
+#[cfg(not(any(
+    family = "exchange",
+    family = "moe",
+    family = "moe_lines",
+    family = "norm"
+)))]
 areas! {
     /// A reduction's operands.
     table, "crossweft_table", TABLE_BYTES;

@@ -39,6 +39,13 @@ const FLAGS: [&str; 5] = [
     "-Ccodegen-units=1",
 ];
 
+/// More flags for modules whose loops are not [unrolled](unrolls).
+const STRAIGHT: [&str; 3] = [
+    "-Cllvm-args=-unroll-runtime=false",
+    "-Cllvm-args=-unroll-allow-partial=false",
+    "-Cllvm-args=-unroll-allow-peeling=false",
+];
+
 /// Builds the modules of these names or families, or all if there is none, and writes them.
 pub(crate) fn build(names: &[&str]) -> Result<(), String> {
     let is = |module: &Module, name: &str| module.name == name || module.family == name;
@@ -213,7 +220,7 @@ impl Compiler {
         };
         let text = self.emit(module, &target)?;
         panics(&text).map_err(|problem| format!("xtask: {}: {problem}", module.name))?;
-        Ok(self.header(module) + &finish(&text, module.threads))
+        Ok(self.header(module) + &finish(&text, module.threads, unrolls(module)))
     }
 
     /// What the compiler makes of a module for another machine.
@@ -242,6 +249,7 @@ impl Compiler {
             .args(["--cfg", &format!("family=\"{}\"", module.family)])
             .arg(format!("--emit={}={}", for_.emit, raw.display()))
             .args(FLAGS)
+            .args(if unrolls(module) { &[][..] } else { &STRAIGHT })
             .env("RUSTC", &self.rustc)
             .env("RUSTC_BOOTSTRAP", "1")
             .env("RUSTFLAGS", flags.join(" "))
@@ -283,9 +291,14 @@ fn panics(ptx: &str) -> Result<(), String> {
     Ok(())
 }
 
+/// Whether loops may be unrolled: not where most of what a small call costs is fetching instructions.
+fn unrolls(module: &Module) -> bool {
+    module.family != "moe_lines"
+}
+
 /// What the compiler leaves to be done: launch bounds, names that do not depend on where the
 /// sources lie, and no text that means nothing.
-fn finish(ptx: &str, threads: u32) -> String {
+fn finish(ptx: &str, threads: u32, unrolls: bool) -> String {
     let names = functions(ptx);
     let mut out = String::new();
     let mut listed: Vec<_> = names.values().collect();
@@ -304,6 +317,9 @@ fn finish(ptx: &str, threads: u32) -> String {
         let line = rename(&line, &names);
         in_entry |= line.contains(".entry ");
         let _ = writeln!(out, "{line}");
+        if line.starts_with(".address_size") && !unrolls {
+            let _ = writeln!(out, ".pragma \"nounroll\";");
+        }
         if in_entry && line.ends_with(')') {
             // One block on a multiprocessor: left to itself, `ptxas` spills for a second one.
             let _ = writeln!(out, ".maxntid {threads}, 1, 1\n.minnctapersm 1");
@@ -675,9 +691,12 @@ exit;
         let text =
             |name: &str| format!("\t// begin inline asm\n.func {name}(\n\t{name}_param_0\n)\n");
         assert_eq!(words(one), words(other));
-        assert_eq!(finish(&text(one), 384), finish(&text(other), 384));
-        assert!(finish(&text(one), 384).contains("crossweft_f0_param_0"));
-        assert!(finish(&text(one), 384).contains("crossweft_device gpu look"));
+        assert_eq!(
+            finish(&text(one), 384, true),
+            finish(&text(other), 384, true)
+        );
+        assert!(finish(&text(one), 384, true).contains("crossweft_f0_param_0"));
+        assert!(finish(&text(one), 384, true).contains("crossweft_device gpu look"));
     }
 
     #[test]
@@ -689,7 +708,7 @@ exit;
     #[test]
     fn entries_get_launch_bounds() {
         let text = ".visible .entry k(\n\t.param .b64 k_param_0\n)\n{\n\ttrap; exit;\n}\n";
-        let done = finish(text, 384);
+        let done = finish(text, 384, true);
         assert!(
             done.contains(")\n.maxntid 384, 1, 1\n.minnctapersm 1\n{\nexit;\n}\n"),
             "{done}"

@@ -1492,13 +1492,14 @@ const ROWS: u64 = 25;
 const MARKS: u64 = 53;
 
 impl Moe {
-    const GEOMETRY: moe::Geometry = moe::Geometry {
+    const GEOMETRY: moe::Geometry = moe::Geometry::new(moe::Sizes {
         ranks: 2,
         max_tokens: 1,
         top_k: 2,
         experts: 2,
         payload_bytes: 8,
-    };
+        lines: false,
+    });
 
     /// Words of the memory that ranks reach, of each rank: a credit for each, then for both parities and sources
     /// packets, flags, weights and a row, a line each.
@@ -1548,6 +1549,7 @@ impl Moe {
         let group = moe::Group {
             geometry: Self::GEOMETRY,
             memories: table(MEMORIES),
+            own: BASE + 8 * me * Self::MEMORY,
             masked: table(MASKED),
             state: table(STATE),
             marks: table(MARKS),

@@ -162,6 +162,30 @@ macro_rules! modules {
                 threads: MAX_THREADS,
             },
             Module {
+                name: "moe_lines_bf16",
+                family: MOE_LINES,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/moe_lines_bf16.sm_80.ptx"),
+                entries: &moe::BF16_LINES.all(),
+                threads: MAX_THREADS,
+            },
+            Module {
+                name: "moe_lines_f16",
+                family: MOE_LINES,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/moe_lines_f16.sm_80.ptx"),
+                entries: &moe::F16_LINES.all(),
+                threads: MAX_THREADS,
+            },
+            Module {
+                name: "moe_lines_f32",
+                family: MOE_LINES,
+                sm: 80,
+                ptx: include_str!("../../../kernels/ptx/moe_lines_f32.sm_80.ptx"),
+                entries: &moe::F32_LINES.all(),
+                threads: MAX_THREADS,
+            },
+            Module {
                 name: EXCHANGE,
                 family: EXCHANGE,
                 sm: 80,
@@ -273,6 +297,9 @@ const SCALE: &str = "scale";
 /// Name of the module for mixtures of experts.
 const MOE: &str = "moe";
 
+/// Family of those whose rows are lines, one for each data type: they are larger.
+const MOE_LINES: &str = "moe_lines";
+
 /// Name of the module that normalises tokens.
 const NORM: &str = "norm";
 
@@ -366,10 +393,19 @@ pub fn signal_module(sm: u32) -> Option<(&'static Module, &'static str)> {
     Some((find(EXCHANGE, sm)?, SIGNAL_ENTRY))
 }
 
-/// The module that dispatches and combines tokens of a mixture of experts, whose entry points are in [`mod@moe`].
+/// The module that dispatches and combines tokens of type `dtype` of a mixture of experts, and its entry points; with rows
+/// as lines, or not: the same on all ranks, and lines only where the machine keeps them whole
+/// ([`crossweft_device::gpu::lines`]). `None` if there are none for the type, or the compute capability `sm` is older than
+/// [`MIN_SM`].
 #[must_use]
-pub fn moe_module(sm: u32) -> Option<&'static Module> {
-    find(MOE, sm)
+pub fn moe_module(
+    dtype: DataType,
+    lines: bool,
+    sm: u32,
+) -> Option<(&'static Module, moe::Entries)> {
+    let entries = moe::entries(dtype, lines)?;
+    let is = |module: &&Module| module.entries.contains(&entries.dispatch) && module.sm <= sm;
+    Some((MODULES.iter().find(is)?, entries))
 }
 
 /// The module that normalises tokens, whose entry points are in [`mod@norm`].
@@ -425,19 +461,39 @@ pub mod moe {
         dispatch: "crossweft_moe_dispatch_f32",
         combine: "crossweft_moe_combine_f32",
     };
+    pub(crate) const BF16_LINES: Entries = Entries {
+        dispatch: "crossweft_moe_lines_dispatch_bf16",
+        combine: "crossweft_moe_lines_combine_bf16",
+    };
+    pub(crate) const F16_LINES: Entries = Entries {
+        dispatch: "crossweft_moe_lines_dispatch_f16",
+        combine: "crossweft_moe_lines_combine_f16",
+    };
+    pub(crate) const F32_LINES: Entries = Entries {
+        dispatch: "crossweft_moe_lines_dispatch_f32",
+        combine: "crossweft_moe_lines_combine_f32",
+    };
 
-    /// Those for tokens of `dtype`; `None` if there are none.
-    #[must_use]
-    pub const fn entries(dtype: DataType) -> Option<Entries> {
-        match dtype {
-            DataType::Bf16 => Some(BF16),
-            DataType::F16 => Some(F16),
-            DataType::F32 => Some(F32),
+    impl Entries {
+        pub(crate) const fn all(self) -> [&'static str; 2] {
+            [self.dispatch, self.combine]
+        }
+    }
+
+    /// Those for tokens of `dtype`, with rows as lines or not; `None` if there are none.
+    pub(crate) const fn entries(dtype: DataType, lines: bool) -> Option<Entries> {
+        match (dtype, lines) {
+            (DataType::Bf16, false) => Some(BF16),
+            (DataType::F16, false) => Some(F16),
+            (DataType::F32, false) => Some(F32),
+            (DataType::Bf16, true) => Some(BF16_LINES),
+            (DataType::F16, true) => Some(F16_LINES),
+            (DataType::F32, true) => Some(F32_LINES),
             _ => None,
         }
     }
 
-    /// Every one of them.
+    /// Every one of the module without lines.
     pub(crate) const ALL: [&str; 6] = [
         BF16.dispatch,
         BF16.combine,
@@ -649,9 +705,12 @@ mod tests {
 
     #[test]
     fn launches_are_as_large_as_kernels_say() {
-        let module = moe_module(90).expect("a module");
-        for dtype in [DataType::Bf16, DataType::F16, DataType::F32] {
-            let entries = moe::entries(dtype).expect("entries");
+        let types = [DataType::Bf16, DataType::F16, DataType::F32];
+        for (dtype, lines) in types
+            .into_iter()
+            .flat_map(|dtype| [(dtype, false), (dtype, true)])
+        {
+            let (module, entries) = moe_module(dtype, lines, 90).expect("a module");
             for (entry, bytes) in [
                 (entries.dispatch, size_of::<moe::DispatchLaunch>()),
                 (entries.combine, size_of::<moe::CombineLaunch>()),

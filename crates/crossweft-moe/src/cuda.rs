@@ -15,7 +15,7 @@ use crossweft_hal::cpu::Interrupted;
 use crossweft_hal::cuda::{
     Argument, CompileOptions, Context, CudaError, Kernel, Module, Shape, Stream,
 };
-use crossweft_kernels::moe::{CombineLaunch, DispatchLaunch, entries, steps};
+use crossweft_kernels::moe::{CombineLaunch, DispatchLaunch, steps};
 use crossweft_kernels::{MAX_REGISTERS, MAX_THREADS, MIN_SM, mangled, moe_module, named};
 
 use crate::MoeError;
@@ -49,10 +49,10 @@ impl From<CudaError> for Unfit {
 
 impl Launcher {
     /// Loads the kernels and finds out how many threads their blocks can have, so that `blocks` blocks of each of
-    /// `sharers` ranks are resident at once: they wait for each other.
+    /// `sharers` ranks are resident at once: they wait for each other. With rows as lines, or not.
     pub(crate) fn new(
         context: &Arc<Context>,
-        dtype: DataType,
+        (dtype, lines): (DataType, bool),
         (blocks, sharers): (u32, u32),
     ) -> Result<Self, Unfit> {
         let sm = context.device().sm()?;
@@ -63,8 +63,7 @@ impl Launcher {
                 "its compute capability is {sm}, kernels for {dtype} need at least {MIN_SM}"
             ),
         };
-        let module = moe_module(sm).ok_or_else(incapable)?;
-        let entries = entries(dtype).ok_or_else(incapable)?;
+        let (module, entries) = moe_module(dtype, lines, sm).ok_or_else(incapable)?;
         let options = CompileOptions {
             max_registers: Some(MAX_REGISTERS),
             ..CompileOptions::default()

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossweft_channel::{Endpoint, RegisteredMemory};
 use crossweft_device::moe::rows::HostRows;
-use crossweft_device::moe::{Call, Geometry, MAX_RANKS, MAX_TOP_K, Phase};
+use crossweft_device::moe::{Call, Geometry, MAX_RANKS, MAX_TOP_K, Phase, Sizes};
 use crossweft_device::{DataType, Stopped};
 use crossweft_hal::cpu::{Grid, Interrupted, Schedule, rows};
 use crossweft_hal::{Device, HalError};
@@ -54,6 +54,9 @@ pub struct GroupOptions {
     /// instead of failing the call: see [`Group::masked`]. On a GPU each call then waits for its launches, so it cannot be
     /// recorded into a graph.
     pub masking: bool,
+    /// Whether rows travel as lines, data and flags in one, between GPUs that keep those whole
+    /// ([`Endpoint::keeps_lines`]); to compare, otherwise. Ranks must agree.
+    pub lines: bool,
 }
 
 impl GroupOptions {
@@ -70,6 +73,7 @@ impl GroupOptions {
             schedule: Schedule::RoundRobin,
             timeout: Duration::from_secs(30),
             masking: false,
+            lines: true,
         }
     }
 
@@ -81,10 +85,12 @@ impl GroupOptions {
             hidden,
             top_k,
             dtype,
+            lines,
             ..
         } = self;
+        let rows = if *lines { "" } else { ", without lines" };
         format!(
-            "{experts} experts, up to {max_tokens} tokens of {hidden} {dtype} a rank, up to top-{top_k}"
+            "{experts} experts, up to {max_tokens} tokens of {hidden} {dtype} a rank, up to top-{top_k}{rows}"
         )
     }
 
@@ -167,6 +173,8 @@ impl Group {
         let statement = options.statement();
         endpoint.agree(&statement, what, deadline)?;
         let usage = |reason| MoeError::Usage { rank, reason };
+        // The same on all ranks, and none on the CPU.
+        let lines = options.lines && endpoint.keeps_lines();
         let mine = || {
             options.check(ranks).map_err(usage)?;
             let (dtype, blocks) = (options.dtype, options.blocks);
@@ -176,7 +184,8 @@ impl Group {
                     grid: Mutex::new(Grid::new(blocks, options.schedule)?),
                 }),
                 Device::Cuda(context) => {
-                    let launcher = Launcher::new(context, dtype, (blocks, endpoint.sharers()));
+                    let kernels = (dtype, lines);
+                    let launcher = Launcher::new(context, kernels, (blocks, endpoint.sharers()));
                     launcher.map(Machine::Cuda).map_err(|unfit| match unfit {
                         Unfit::Hal(error) => MoeError::from(HalError::from(error)),
                         Unfit::Usage(reason) => usage(reason),
@@ -190,13 +199,14 @@ impl Group {
         };
         // A rank alone may have asked for blocks that cannot be.
         let machine = endpoint.settle(mine(), what, deadline, MoeError::from)?;
-        let geometry = Geometry {
+        let geometry = Geometry::new(Sizes {
             ranks,
             max_tokens: options.max_tokens,
             top_k: options.top_k,
             experts: options.experts,
             payload_bytes: Format::Plain.token_bytes(options.hidden, options.dtype),
-        };
+            lines,
+        });
         let memory = endpoint.allocate_registered(geometry.bytes(), what, deadline)?;
         let shared = (options.blocks, salt(&statement));
         let tables = GroupTables::new(endpoint, geometry, &memory, shared);

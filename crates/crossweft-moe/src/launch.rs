@@ -128,6 +128,7 @@ impl GroupTables {
         let program = Program {
             geometry,
             memories: image.addr(memories),
+            own: memory.local().addr(),
             masked: image.addr(masked),
             state: image.addr(state),
             marks: image.addr(marks),

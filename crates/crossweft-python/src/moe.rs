@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
-use crossweft_device::moe::Geometry;
+use crossweft_device::moe::{Geometry, Sizes};
 use crossweft_hal::cuda::Stream;
 use crossweft_moe::{
     Counts, DataType, DispatchOutput, Experts, ExpertsMut, Format, Group, GroupOptions, Handle,
@@ -442,13 +442,15 @@ impl MoeGroup {
                  top-{top_k}"
             )));
         }
-        let geometry = Geometry {
+        let geometry = Geometry::new(Sizes {
             ranks,
             max_tokens,
             top_k,
             experts,
             payload_bytes: Format::Plain.token_bytes(hidden, dtype),
-        };
+            // Which take no less.
+            lines: true,
+        });
         Ok(geometry.bytes())
     }
 

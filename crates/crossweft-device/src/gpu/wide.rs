@@ -105,6 +105,16 @@ mod machine {
         }
     }
 
+    /// Sets bits of a word that only this rank's threads touch, perhaps in memory that those of a block share.
+    #[inline(always)]
+    pub(in crate::gpu) unsafe fn or4(addr: u64, bits: u32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("red.relaxed.gpu.or.b32 [{a}], {v};", v = in(reg32) bits, a = in(reg64) addr,
+                options(nostack, preserves_flags));
+        }
+    }
+
     #[inline(always)]
     pub(in crate::gpu) unsafe fn load16(addr: u64) -> Piece {
         let (a, b, c, d);
@@ -165,6 +175,13 @@ mod machine {
 
     #[inline(always)]
     pub(in crate::gpu) const fn prefetch(_addr: u64) {}
+
+    #[inline(always)]
+    pub(in crate::gpu) unsafe fn or4(addr: u64, bits: u32) {
+        use core::sync::atomic::{AtomicU32, Ordering};
+        // SAFETY: the caller's promise.
+        unsafe { AtomicU32::from_ptr(addr as *mut u32) }.fetch_or(bits, Ordering::Relaxed);
+    }
 
     #[inline(always)]
     pub(in crate::gpu) unsafe fn load16(addr: u64) -> Piece {

@@ -44,6 +44,34 @@ pub struct Choices {
     pub reserved: u32,
 }
 
+impl Choices {
+    /// Choice `index` of all tokens'.
+    ///
+    /// # Safety
+    /// It must be there. So for its weight.
+    #[inline(always)]
+    pub(crate) unsafe fn expert<M: Memory>(&self, memory: &M, index: u64) -> i64 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.wide {
+                0 => memory.read::<i32>(self.experts + 4 * index).into(),
+                _ => memory.read::<i64>(self.experts + 8 * index),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`expert`](Self::expert).
+    #[inline(always)]
+    pub(crate) unsafe fn weight<M: Memory>(&self, memory: &M, index: u64) -> f32 {
+        match self.weights {
+            0 => 1.0,
+            // SAFETY: the caller's promise.
+            weights => unsafe { memory.read(weights + 4 * index) },
+        }
+    }
+}
+
 /// What a dispatch sends.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -92,10 +120,11 @@ pub struct Output {
 }
 
 // Words of what a row says of itself.
-const TOKEN: u64 = 0;
-const EXPERTS: u64 = 8;
+pub(crate) const TOKEN: u64 = 0;
+pub(crate) const EXPERTS: u64 = 8;
 
-/// Block: takes where its tokens go; before [`send`], which needs nobody else's. A thread does it for a choice.
+/// Block: takes where its tokens go, or where all do, if they are so few that [`send`] marks all in each block. A thread
+/// does it for a choice.
 ///
 /// # Errors
 /// [`Stopped`]: an expert does not exist. Its number, and that of the choice, is in what the wait hook is told
@@ -112,7 +141,10 @@ pub unsafe fn route<B: Block>(
 ) -> Result<(), Stopped> {
     let memory = block.memory();
     let geometry = &group.geometry;
-    let tokens = share(routes.tokens, index, group.blocks);
+    let tokens = match routes.tokens <= ALONE {
+        true => (0, routes.tokens),
+        false => share(routes.tokens, index, group.blocks),
+    };
     let (mut pair, mut mine) = (tokens.0 * routes.top_k + block.thread(), Ok(()));
     while pair < tokens.1 * routes.top_k && mine.is_ok() {
         let (token, k) = split(pair, routes.top_k);
@@ -122,21 +154,10 @@ pub unsafe fn route<B: Block>(
         );
         // SAFETY: the caller's promise.
         unsafe {
-            let expert = match choices.wide {
-                0 => memory.read::<i32>(choices.experts + 4 * from).into(),
-                _ => memory.read::<i64>(choices.experts + 8 * from),
-            };
-            let weight = match choices.weights {
-                0 => 1.0,
-                weights => memory.read::<f32>(weights + 4 * from),
-            };
-            if expert < -1 || expert >= i64::from(geometry.experts) {
-                mine = Err(block.refuse(&Waiting {
-                    site: site(WaitKind::Envelope, group.rank, Phase::Choices),
-                    spins: pair,
-                    expected: geometry.experts.into(),
-                    seen: expert as u64,
-                }));
+            let expert = choices.expert(memory, from);
+            let weight = choices.weight(memory, from);
+            if !(-1..i64::from(geometry.experts)).contains(&expert) {
+                mine = Err(refuse_choice(block, group, pair, expert));
             }
             memory.write(routes.experts + 4 * to, expert as i32);
             memory.write(routes.weights + 4 * to, weight);
@@ -144,6 +165,23 @@ pub unsafe fn route<B: Block>(
         pair += block.threads();
     }
     block.sync(mine)
+}
+
+/// Ends the launch because choice `index` of all is of an expert that does not exist.
+#[cold]
+#[cfg_attr(target_arch = "nvptx64", inline(never))]
+pub(crate) fn refuse_choice<B: Block>(
+    block: &B,
+    group: &Group,
+    index: u32,
+    expert: i64,
+) -> Stopped {
+    block.refuse(&Waiting {
+        site: site(WaitKind::Envelope, group.rank, Phase::Choices),
+        spins: index,
+        expected: group.geometry.experts.into(),
+        seen: expert as u64,
+    })
 }
 
 /// Sends this rank's tokens. Returns when they have left: the input may be changed then.
@@ -469,24 +507,55 @@ pub unsafe fn count<B: Block>(
     routes: &Routes,
     what: Call,
 ) -> Result<(), Stopped> {
-    let memory = block.memory();
-    let geometry = &group.geometry;
-    let own = geometry.local_experts(group.rank);
     // SAFETY: the caller's promise.
     unsafe {
         let call = next_to_complete(block, group);
-        for_each_peer(block, group, |source| {
-            let rows = wait_for_head(block, group, (call, source), what)?;
-            memory.write(routes.received + 4 * u64::from(source), rows);
-            Ok(())
-        })?;
+        count_sources(block, group, routes, what, call)?;
+        count_experts(block, group, routes, call)
+    }
+}
+
+/// The first part of [`count`]: how many rows come from each source, which all threads know then. `call` is the
+/// call's number.
+#[inline(always)]
+pub(crate) unsafe fn count_sources<B: Block>(
+    block: &B,
+    group: &Group,
+    routes: &Routes,
+    what: Call,
+    call: u64,
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    // SAFETY: the caller's promise.
+    unsafe {
         let mut source = block.thread();
-        while source < geometry.ranks {
+        while source < group.geometry.ranks {
             if is_masked(memory, group, source) {
                 memory.write(routes.received + 4 * u64::from(source), 0_u32);
             }
             source += block.threads();
         }
+        for_each_peer(block, group, |source| {
+            let rows = wait_for_head(block, group, (call, source), what)?;
+            memory.write(routes.received + 4 * u64::from(source), rows);
+            Ok(())
+        })
+    }
+}
+
+/// The rest: how many come for each expert, and where they go.
+#[inline(always)]
+pub(crate) unsafe fn count_experts<B: Block>(
+    block: &B,
+    group: &Group,
+    routes: &Routes,
+    call: u64,
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    let geometry = &group.geometry;
+    let own = geometry.local_experts(group.rank);
+    // SAFETY: the caller's promise.
+    unsafe {
         // A thread waits for a source and an expert.
         let mut mine = Ok(());
         let mut pair = block.thread();
@@ -667,17 +736,19 @@ pub unsafe fn receive<B: Block, R: Rows>(
             );
             source += 1;
         }
-        pad(block, group, routes, output, index);
+        pad(block, group, routes, output, (index, group.blocks));
         finish_receiving(block, group, call)
     }
 }
 
 /// What a row that has come says of itself.
 #[derive(Clone, Copy)]
-struct Meta {
-    address: u64,
-    own: u32,
-    top_k: u32,
+pub(crate) struct Meta {
+    pub(crate) address: u64,
+    /// Experts here.
+    pub(crate) own: u32,
+    /// The group's.
+    pub(crate) top_k: u32,
 }
 
 impl Meta {
@@ -705,7 +776,7 @@ impl Meta {
 
     /// Choice `k`, if it is an expert here; below the number of those, whatever peers say.
     #[inline(always)]
-    unsafe fn expert<M: Memory>(&self, memory: &M, k: u32) -> Option<u32> {
+    pub(crate) unsafe fn expert<M: Memory>(&self, memory: &M, k: u32) -> Option<u32> {
         // SAFETY: the caller's promise. What is negative is no expert.
         let local = unsafe { memory.read::<i32>(self.address + EXPERTS + 4 * u64::from(k)) } as u32;
         (local < self.own).then_some(local)
@@ -713,7 +784,7 @@ impl Meta {
 
     /// Where the row is among its source's for that expert.
     #[inline(always)]
-    unsafe fn place<M: Memory>(&self, memory: &M, k: u32) -> u32 {
+    pub(crate) unsafe fn place<M: Memory>(&self, memory: &M, k: u32) -> u32 {
         let at = u64::from(self.top_k) + u64::from(k);
         // SAFETY: the caller's promise.
         unsafe { memory.read(self.address + EXPERTS + 4 * at) }
@@ -746,25 +817,12 @@ unsafe fn describe_received<B: Block>(
         unsafe {
             let meta = Meta::of(memory, group, (call, source, slot));
             if routes.placement.is_by_expert() {
-                place_row(block, group, routes, output, (source, slot, k), &meta)?;
+                let position = position(block, group, routes, (source, k), &meta)?;
+                let at = (source, slot, k);
+                place_row(memory, group, routes, output, at, (position, &meta));
             } else {
                 let base: u32 = memory.read(routes.bases + 4 * u64::from(source));
-                let position = base + slot;
-                let at = u64::from(position) * u64::from(routes.top_k) + u64::from(k);
-                let local = meta.expert(memory, k);
-                write_expert(memory, output, at, local.map_or(-1, |local| local as i32));
-                if output.weights != 0 {
-                    // Those of other ranks' experts are no business of this one.
-                    let weight = match local {
-                        Some(_) => meta.weight(memory, k),
-                        None => 0.0,
-                    };
-                    memory.write(output.weights + 4 * at, weight);
-                }
-                if output.sources != 0 && k == 0 {
-                    let at = output.sources + 4 * u64::from(position);
-                    memory.write(at, meta.token(memory));
-                }
+                describe_row(memory, routes, output, (base + slot, k), &meta);
             }
         }
         pair += block.threads();
@@ -772,36 +830,81 @@ unsafe fn describe_received<B: Block>(
     Ok(())
 }
 
-/// Finds where a row goes for one of its choices, and keeps the weight; the same expert again has the same place.
+/// Says of choice `k` of the row that is laid out at `position` whose it is, and with what weight.
 #[inline(always)]
-unsafe fn place_row<B: Block>(
+pub(crate) unsafe fn describe_row<M: Memory>(
+    memory: &M,
+    routes: &Routes,
+    output: &Output,
+    (position, k): (u32, u32),
+    meta: &Meta,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let at = u64::from(position) * u64::from(routes.top_k) + u64::from(k);
+        let local = meta.expert(memory, k);
+        write_expert(memory, output, at, local.map_or(-1, |local| local as i32));
+        if output.weights != 0 {
+            // Those of other ranks' experts are no business of this one.
+            let weight = match local {
+                Some(_) => meta.weight(memory, k),
+                None => 0.0,
+            };
+            memory.write(output.weights + 4 * at, weight);
+        }
+        if output.sources != 0 && k == 0 {
+            let at = output.sources + 4 * u64::from(position);
+            memory.write(at, meta.token(memory));
+        }
+    }
+}
+
+/// Where a row goes for one of its choices, [`NONE`] if that is not here; the same expert again has the same place.
+#[inline(always)]
+pub(crate) unsafe fn position<B: Block>(
     block: &B,
+    group: &Group,
+    routes: &Routes,
+    (source, k): (u32, u32),
+    meta: &Meta,
+) -> Result<u32, Stopped> {
+    let memory = block.memory();
+    // SAFETY: the caller's promise.
+    unsafe {
+        let Some(local) = meta.expert(memory, k) else {
+            return Ok(NONE);
+        };
+        let most = u64::from(group.geometry.most_experts());
+        let of_expert = 4 * (u64::from(source) * most + u64::from(local));
+        let count: u32 = memory.read(routes.counts + of_expert);
+        let place = meta.place(memory, k);
+        // More than were announced would lie over others.
+        match place < count {
+            true => Ok(memory.read::<u32>(routes.begins + of_expert) + place),
+            false => Err(refuse(block, source, count, place.saturating_add(1))),
+        }
+    }
+}
+
+/// Keeps where a row goes for one of its choices, as [`position`] says, and the weight.
+#[inline(always)]
+pub(crate) unsafe fn place_row<M: Memory>(
+    memory: &M,
     group: &Group,
     routes: &Routes,
     output: &Output,
     (source, slot, k): (u32, u32, u32),
-    meta: &Meta,
-) -> Result<(), Stopped> {
-    let memory = block.memory();
+    (position, meta): (u32, &Meta),
+) {
     let geometry = &group.geometry;
     // SAFETY: the caller's promise.
     unsafe {
         let row = Routes::row(geometry, source, slot) * u64::from(geometry.top_k);
         let at = 4 * (row + u64::from(k));
-        let Some(local) = meta.expert(memory, k) else {
-            memory.write(routes.positions + at, NONE);
-            return Ok(());
-        };
-        let of_expert =
-            4 * (u64::from(source) * u64::from(geometry.most_experts()) + u64::from(local));
-        let count: u32 = memory.read(routes.counts + of_expert);
-        let place = meta.place(memory, k);
-        // More than were announced would lie over others.
-        if place >= count {
-            return Err(refuse(block, source, count, place.saturating_add(1)));
-        }
-        let position = memory.read::<u32>(routes.begins + of_expert) + place;
         memory.write(routes.positions + at, position);
+        let Some(local) = meta.expert(memory, k) else {
+            return;
+        };
         memory.write(routes.received_weights + at, meta.weight(memory, k));
         // The first of a row's choices of an expert speaks for all.
         let (mut before, mut is_first) = (0, true);
@@ -823,7 +926,6 @@ unsafe fn place_row<B: Block>(
             memory.write(output.sources + 4 * u64::from(position), meta.token(memory));
         }
     }
-    Ok(())
 }
 
 /// Block: copies some rows of `source` to where they go. A warp does it for a segment of a row; `before` were there
@@ -899,9 +1001,15 @@ unsafe fn write_expert<M: Memory>(memory: &M, output: &Output, at: u64, local: i
     }
 }
 
-/// Block: its share of what says that the rest of the output is nothing: no expert for rows without a token, zeros
+/// Block: its share, of so many, of what says that the rest of the output is nothing: no expert for rows without a token, zeros
 /// between experts.
-unsafe fn pad<B: Block>(block: &B, group: &Group, routes: &Routes, output: &Output, index: u32) {
+pub(crate) unsafe fn pad<B: Block>(
+    block: &B,
+    group: &Group,
+    routes: &Routes,
+    output: &Output,
+    (index, blocks): (u32, u32),
+) {
     let memory = block.memory();
     let geometry = &group.geometry;
     let own = geometry.local_experts(group.rank);
@@ -916,7 +1024,7 @@ unsafe fn pad<B: Block>(block: &B, group: &Group, routes: &Routes, output: &Outp
                     let base = u64::from(source) * u64::from(geometry.max_tokens);
                     let end = base + u64::from(geometry.max_tokens);
                     no_experts(block, routes, output, (base + u64::from(received), end));
-                    source += group.blocks;
+                    source += blocks;
                 }
             }
             Placement::Flat if index == 0 => {
@@ -934,7 +1042,7 @@ unsafe fn pad<B: Block>(block: &B, group: &Group, routes: &Routes, output: &Outp
                     let begin: u32 = memory.read(routes.begins + at);
                     let filled = begin + memory.read::<u32>(routes.counts + at);
                     zero_rows(block, output, (filled, end));
-                    local += group.blocks;
+                    local += blocks;
                 }
             }
         }

@@ -14,9 +14,11 @@
 //!                    u64 [2] flags, a line: that rows, that weights have come
 //!                    f32 [max tokens][top-k] weights that are given when combining
 //!                    [max tokens] rows
-//! row:               elements, scales | u32 token, u32 unused, i32 [top-k] local experts, u32 [top-k] places,
-//!                    f32 [top-k] weights
+//! row:               elements, scales | meta
+//! meta:              u32 token, u32 unused, i32 [top-k] local experts, u32 [top-k] places, f32 [top-k] weights
 //! ```
+//!
+//! Where the machine keeps lines ([`crate::gpu::lines`]), rows are lines: [`crate::gpu::moe::lines`].
 //!
 //! Calls (a dispatch, a combine) are numbered in order, the same on all ranks. Call `t` writes what is for `t & 1`,
 //! once its receiver has said that it has read call `t - 2` to the end, so two may be under way. Every rank tells
@@ -49,9 +51,9 @@ const SIGNATURE: u32 = 2;
 /// Bytes of a credit, and of a source's flags.
 const LINE: u64 = 64;
 /// The flag that rows have come.
-const ROWS_FLAG: u64 = 0;
+pub(crate) const ROWS_FLAG: u64 = 0;
 /// The flag that weights have come.
-const WEIGHTS_FLAG: u64 = 8;
+pub(crate) const WEIGHTS_FLAG: u64 = 8;
 
 /// No slot, row or expert.
 pub const NONE: u32 = u32::MAX;
@@ -85,7 +87,25 @@ pub enum Phase {
     Choices = 5,
 }
 
-/// Sizes that all ranks of a group agree on; they determine where everything lies.
+/// Sizes that all ranks of a group agree on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sizes {
+    /// Number of ranks.
+    pub ranks: u32,
+    /// The most tokens of a rank in one call.
+    pub max_tokens: u32,
+    /// The most experts of a token.
+    pub top_k: u32,
+    /// Experts of all ranks.
+    pub experts: u32,
+    /// Room for the elements of a row: the most that a dispatch or a combine sends.
+    pub payload_bytes: u64,
+    /// Whether rows are lines.
+    pub lines: bool,
+}
+
+/// Where everything lies in the memory of a group of some [`Sizes`], and whose experts are whose. Computed once, because
+/// device code asks again and again.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Geometry {
@@ -97,12 +117,25 @@ pub struct Geometry {
     pub top_k: u32,
     /// Experts of all ranks.
     pub experts: u32,
-    /// Room for the elements of a row: the most that a dispatch or a combine sends.
-    pub payload_bytes: u64,
+    /// Experts of each rank, of which the first `more` have one more.
+    each: u32,
+    more: u32,
+    /// Whether rows are lines: 0 or 1.
+    lines: u32,
+    reserved: u32,
+    payload_bytes: u64,
+    /// Bytes from one row to the next.
+    row_bytes: u64,
+    /// Bytes of all credits.
+    credit_bytes: u64,
+    /// Bytes of a source's packets; where its rows begin; bytes that one parity of calls takes of it.
+    packet_bytes: u64,
+    rows_at: u64,
+    source_bytes: u64,
 }
 
 #[inline(always)]
-const fn align(bytes: u64, to: u64) -> u64 {
+pub(crate) const fn align(bytes: u64, to: u64) -> u64 {
     match (bytes + to - 1).checked_div(to) {
         Some(count) => count * to,
         None => bytes,
@@ -110,37 +143,71 @@ const fn align(bytes: u64, to: u64) -> u64 {
 }
 
 impl Geometry {
+    /// For groups of these sizes.
+    #[must_use]
+    pub const fn new(sizes: Sizes) -> Self {
+        let Sizes {
+            ranks,
+            max_tokens,
+            top_k,
+            experts,
+            payload_bytes,
+            lines,
+        } = sizes;
+        let each = match experts.checked_div(ranks) {
+            Some(each) => each,
+            None => 0,
+        };
+        let mut this = Self {
+            ranks,
+            max_tokens,
+            top_k,
+            experts,
+            each,
+            more: experts - each * ranks,
+            lines: lines as u32,
+            reserved: 0,
+            payload_bytes,
+            row_bytes: 0,
+            credit_bytes: 0,
+            packet_bytes: 0,
+            rows_at: 0,
+            source_bytes: 0,
+        };
+        let alignment = if lines { crate::gpu::lines::LINE } else { LINE };
+        this.row_bytes = match lines {
+            true => crate::gpu::moe::lines::row_bytes(payload_bytes, this.meta_bytes()),
+            false => align(this.meta() + this.meta_bytes(), LINE),
+        };
+        this.credit_bytes = align(ranks as u64 * LINE, alignment);
+        this.packet_bytes = align(8 * (HEAD + this.most_experts()) as u64, LINE);
+        let weight_bytes = align(4 * max_tokens as u64 * top_k as u64, LINE);
+        this.rows_at = align(this.packet_bytes + LINE + weight_bytes, alignment);
+        this.source_bytes = this.rows_at + max_tokens as u64 * this.row_bytes;
+        this
+    }
+
     /// The first expert of `rank`, and for `ranks` one past the last: ranks have equally many, the first ones one more
     /// where that does not go.
     #[inline(always)]
     #[must_use]
     pub const fn first_expert(&self, rank: u32) -> u32 {
-        let Some(each) = self.experts.checked_div(self.ranks) else {
-            return 0;
-        };
-        let more = self.experts - each * self.ranks;
-        rank * each + if rank < more { rank } else { more }
+        rank * self.each + if rank < self.more { rank } else { self.more }
     }
 
     /// The rank that has `expert`, which must be one.
     #[inline(always)]
     #[must_use]
     pub const fn rank_of(&self, expert: u32) -> u32 {
-        let Some(each) = self.experts.checked_div(self.ranks) else {
-            return 0;
-        };
-        let more = self.experts - each * self.ranks;
         // Ranks below `more` have one more.
-        let beyond = more * (each + 1);
-        match expert.checked_sub(beyond) {
-            None => match expert.checked_div(each + 1) {
-                Some(rank) => rank,
-                None => 0,
-            },
-            Some(rest) => match rest.checked_div(each) {
-                Some(ranks) => more + ranks,
-                None => 0,
-            },
+        let beyond = self.more * (self.each + 1);
+        let (before, rest, each) = match expert < beyond {
+            true => (0, expert, self.each + 1),
+            false => (self.more, expert - beyond, self.each),
+        };
+        match rest.checked_div(each) {
+            Some(ranks) => before + ranks,
+            None => 0,
         }
     }
 
@@ -148,7 +215,7 @@ impl Geometry {
     #[inline(always)]
     #[must_use]
     pub const fn local_experts(&self, rank: u32) -> u32 {
-        self.first_expert(rank + 1) - self.first_expert(rank)
+        self.each + (rank < self.more) as u32
     }
 
     /// The most experts of any rank.
@@ -170,7 +237,11 @@ impl Geometry {
     #[must_use]
     pub const fn mark_words(&self, blocks: u32) -> u64 {
         let together = self.chunks() as u64 * self.marked() as u64;
-        let alone = blocks as u64 * self.marks_alone();
+        // Where rows are lines, blocks that are alone mark in memory of their own.
+        let alone = match self.lines {
+            0 => blocks as u64 * self.marks_alone(),
+            _ => 0,
+        };
         if together > alone { together } else { alone }
     }
 
@@ -184,7 +255,7 @@ impl Geometry {
 
     /// Experts and ranks, for which tokens are marked.
     #[inline(always)]
-    const fn marked(&self) -> u32 {
+    pub(crate) const fn marked(&self) -> u32 {
         self.experts + self.ranks
     }
 
@@ -198,46 +269,32 @@ impl Geometry {
     #[inline(always)]
     #[must_use]
     pub const fn row_bytes(&self) -> u64 {
-        align(self.meta() + 8 + 12 * self.top_k as u64, LINE)
+        self.row_bytes
     }
 
+    /// Bytes of what a row says of itself.
     #[inline(always)]
-    const fn packet_bytes(&self) -> u64 {
-        align(8 * (HEAD + self.most_experts()) as u64, LINE)
-    }
-
-    #[inline(always)]
-    const fn weight_bytes(&self) -> u64 {
-        4 * self.max_tokens as u64 * self.top_k as u64
-    }
-
-    /// Bytes that one parity of calls takes of one source.
-    #[inline(always)]
-    const fn source_bytes(&self) -> u64 {
-        self.packet_bytes()
-            + LINE
-            + align(self.weight_bytes(), LINE)
-            + self.max_tokens as u64 * self.row_bytes()
+    pub(crate) const fn meta_bytes(&self) -> u64 {
+        8 + 12 * self.top_k as u64
     }
 
     /// Bytes of each rank's memory.
     #[inline(always)]
     #[must_use]
     pub const fn bytes(&self) -> u64 {
-        let ranks = self.ranks as u64;
-        ranks * LINE + 2 * ranks * self.source_bytes()
+        self.credit_bytes + 2 * self.ranks as u64 * self.source_bytes
     }
 
     /// Where `rank` says how many calls it has read.
     #[inline(always)]
-    const fn credit(&self, rank: u32) -> u64 {
+    pub(crate) const fn credit(&self, rank: u32) -> u64 {
         rank as u64 * LINE
     }
 
     #[inline(always)]
     const fn source(&self, call: u64, source: u32) -> u64 {
         let ranks = self.ranks as u64;
-        ranks * LINE + ((call & 1) * ranks + source as u64) * self.source_bytes()
+        self.credit_bytes + ((call & 1) * ranks + source as u64) * self.source_bytes
     }
 
     #[inline(always)]
@@ -246,22 +303,18 @@ impl Geometry {
     }
 
     #[inline(always)]
-    const fn flag(&self, call: u64, source: u32, which: u64) -> u64 {
-        self.source(call, source) + self.packet_bytes() + which
+    pub(crate) const fn flag(&self, call: u64, source: u32, which: u64) -> u64 {
+        self.source(call, source) + self.packet_bytes + which
     }
 
     #[inline(always)]
-    const fn weights(&self, call: u64, source: u32, slot: u32) -> u64 {
-        self.source(call, source) + self.packet_bytes() + LINE + 4 * slot as u64 * self.top_k as u64
+    pub(crate) const fn weights(&self, call: u64, source: u32, slot: u32) -> u64 {
+        self.source(call, source) + self.packet_bytes + LINE + 4 * slot as u64 * self.top_k as u64
     }
 
     #[inline(always)]
-    const fn row(&self, call: u64, source: u32, slot: u32) -> u64 {
-        self.source(call, source)
-            + self.packet_bytes()
-            + LINE
-            + align(self.weight_bytes(), LINE)
-            + slot as u64 * self.row_bytes()
+    pub(crate) const fn row(&self, call: u64, source: u32, slot: u32) -> u64 {
+        self.source(call, source) + self.rows_at + slot as u64 * self.row_bytes
     }
 }
 
@@ -273,6 +326,8 @@ pub struct Group {
     pub geometry: Geometry,
     /// Address of a `u64` for each rank: where its memory is mapped here.
     pub memories: u64,
+    /// Where this rank's memory is.
+    pub own: u64,
     /// Address of a `u64` for each rank: not 0 if it is left out.
     pub masked: u64,
     /// Address of [`STATE_LINES`] cache lines, zeroed at first: calls sent, calls completed, arrivals of thread
@@ -306,10 +361,10 @@ pub const COMPLETED: u64 = LINE;
 const ARRIVALS: u64 = 2 * LINE;
 const STOPPED: u64 = 3 * LINE;
 /// Thread blocks that have sent, that have received.
-const SENDERS: u64 = 4 * LINE;
-const RECEIVERS: u64 = 5 * LINE;
+pub(crate) const SENDERS: u64 = 4 * LINE;
+pub(crate) const RECEIVERS: u64 = 5 * LINE;
 /// Dispatches sent.
-const DISPATCHES: u64 = 6 * LINE;
+pub(crate) const DISPATCHES: u64 = 6 * LINE;
 
 /// Whether a launch was [`stop`]ped. For launches that follow one another without the host.
 ///
@@ -420,25 +475,37 @@ pub struct Routes {
     pub alignment: u32,
 }
 
+/// Where in [`Routes`] the addresses of a thread block's own tables begin and end.
+pub const BLOCK_TABLES: (usize, usize) = (
+    core::mem::offset_of!(Routes, received),
+    core::mem::offset_of!(Routes, positions),
+);
+
 impl Routes {
     /// With the tables of thread block `index`; `self` has those of the first.
     #[inline(always)]
     #[must_use]
     pub const fn of_block(self, index: u32) -> Self {
-        let by = index as u64 * self.stride;
+        self.moved(index as u64 * self.stride)
+    }
+
+    /// With a block's own tables moved by so many bytes, modulo 2^64.
+    #[inline(always)]
+    #[must_use]
+    pub const fn moved(self, by: u64) -> Self {
         Self {
-            received: self.received + by,
-            counts: self.counts + by,
-            begins: self.begins + by,
-            totals: self.totals + by,
-            bases: self.bases + by,
-            offsets: self.offsets + by,
+            received: self.received.wrapping_add(by),
+            counts: self.counts.wrapping_add(by),
+            begins: self.begins.wrapping_add(by),
+            totals: self.totals.wrapping_add(by),
+            bases: self.bases.wrapping_add(by),
+            offsets: self.offsets.wrapping_add(by),
             ..self
         }
     }
 
     #[inline(always)]
-    const fn row(geometry: &Geometry, source: u32, slot: u32) -> u64 {
+    pub(crate) const fn row(geometry: &Geometry, source: u32, slot: u32) -> u64 {
         source as u64 * geometry.max_tokens as u64 + slot as u64
     }
 }
@@ -520,13 +587,13 @@ pub fn has_done(
 /// # Safety
 /// The group must be prepared, and `rank` one of its ranks. So for all functions below.
 #[inline(always)]
-unsafe fn address_of<M: Memory>(memory: &M, group: &Group, rank: u32) -> u64 {
+pub(crate) unsafe fn address_of<M: Memory>(memory: &M, group: &Group, rank: u32) -> u64 {
     // SAFETY: the caller's promise.
     unsafe { memory.read(group.memories + 8 * u64::from(rank)) }
 }
 
 #[inline(always)]
-unsafe fn is_masked<M: Memory>(memory: &M, group: &Group, rank: u32) -> bool {
+pub(crate) unsafe fn is_masked<M: Memory>(memory: &M, group: &Group, rank: u32) -> bool {
     // SAFETY: the caller's promise.
     unsafe { memory.read::<u64>(group.masked + 8 * u64::from(rank)) != 0 }
 }
@@ -545,7 +612,7 @@ unsafe fn next_to_complete<B: Block>(block: &B, group: &Group) -> u64 {
     unsafe { block.memory().load(group.state + COMPLETED) }
 }
 
-const fn site(kind: WaitKind, peer: u32, phase: Phase) -> Site {
+pub(crate) const fn site(kind: WaitKind, peer: u32, phase: Phase) -> Site {
     Site {
         kind,
         peer,
@@ -556,7 +623,7 @@ const fn site(kind: WaitKind, peer: u32, phase: Phase) -> Site {
 
 /// Block: waits for something of every rank that is not masked; a thread waits for a rank.
 #[inline(always)]
-unsafe fn for_each_peer<B: Block>(
+pub(crate) unsafe fn for_each_peer<B: Block>(
     block: &B,
     group: &Group,
     mut wait: impl FnMut(u32) -> Result<(), Stopped>,
@@ -575,20 +642,45 @@ unsafe fn for_each_peer<B: Block>(
 
 /// Block: waits until this call's place in every rank's memory is free.
 #[inline(always)]
-unsafe fn wait_for_credits<B: Block>(block: &B, group: &Group, call: u64) -> Result<(), Stopped> {
-    let memory = block.memory();
-    // All calls but the last one must have been read; nothing at first.
-    let target = call.saturating_sub(1);
-    // SAFETY: the caller's promise; credits are words of this rank's memory.
+pub(crate) unsafe fn wait_for_credits<B: Block>(
+    block: &B,
+    group: &Group,
+    call: u64,
+) -> Result<(), Stopped> {
+    // SAFETY: the caller's promise.
     unsafe {
-        let own = address_of(memory, group, group.rank);
         for_each_peer(block, group, |peer| {
-            let at = own + group.geometry.credit(peer);
-            let site = site(WaitKind::Taken, peer, Phase::Credit);
-            let load = || memory.load_acquire(at);
-            wait_for(block, site, target, load, |seen| reached(seen, target)).map(drop)
+            let seen = credit(block.memory(), group, peer);
+            wait_for_credit(block, group, (call, peer), seen)
         })
     }
+}
+
+/// How many calls of this rank `peer` says that it has read to the end.
+#[inline(always)]
+pub(crate) unsafe fn credit<M: Memory>(memory: &M, group: &Group, peer: u32) -> u64 {
+    // SAFETY: the caller's promise; credits are words of this rank's memory.
+    unsafe { memory.load_acquire(group.own + group.geometry.credit(peer)) }
+}
+
+/// Waits until this call's place in the memory of `peer` is free, of which `seen` was said before. One thread.
+#[inline(always)]
+pub(crate) unsafe fn wait_for_credit<B: Block>(
+    block: &B,
+    group: &Group,
+    (call, peer): (u64, u32),
+    seen: u64,
+) -> Result<(), Stopped> {
+    // All calls but the last one must have been read; nothing at first.
+    let target = call.saturating_sub(1);
+    let mut seen = Some(seen);
+    let load = || match seen.take() {
+        Some(seen) => seen,
+        // SAFETY: the caller's promise.
+        None => unsafe { credit(block.memory(), group, peer) },
+    };
+    let site = site(WaitKind::Taken, peer, Phase::Credit);
+    wait_for(block, site, target, load, |seen| reached(seen, target)).map(drop)
 }
 
 /// Block: tells every rank, even those masked, who would otherwise never be able to come back, that this call was read.
@@ -610,7 +702,7 @@ unsafe fn give_credits<B: Block>(block: &B, group: &Group, call: u64) {
 
 /// Block: raises a flag of this call at every rank that is not masked, after a barrier of blocks; one block does it.
 #[inline(always)]
-unsafe fn raise_flags<B: Block>(block: &B, group: &Group, call: u64, which: u64) {
+pub(crate) unsafe fn raise_flags<B: Block>(block: &B, group: &Group, call: u64, which: u64) {
     let memory = block.memory();
     let mut peer = block.thread();
     while peer < group.geometry.ranks {
@@ -628,7 +720,7 @@ unsafe fn raise_flags<B: Block>(block: &B, group: &Group, call: u64, which: u64)
 
 /// Waits until `source` has raised a flag of this call. One thread.
 #[inline(always)]
-unsafe fn wait_for_flag<B: Block>(
+pub(crate) unsafe fn wait_for_flag<B: Block>(
     block: &B,
     group: &Group,
     call: u64,
@@ -652,7 +744,7 @@ unsafe fn wait_for_flag<B: Block>(
 
 /// Stores the packet that tells `peer` a value of this call.
 #[inline(always)]
-unsafe fn send_packet<B: Block>(
+pub(crate) unsafe fn send_packet<B: Block>(
     block: &B,
     group: &Group,
     (call, peer): (u64, u32),
@@ -670,7 +762,7 @@ unsafe fn send_packet<B: Block>(
 
 /// Block: sends the packets that every call has.
 #[inline(always)]
-unsafe fn send_head<B: Block>(
+pub(crate) unsafe fn send_head<B: Block>(
     block: &B,
     group: &Group,
     (call, peer): (u64, u32),
@@ -710,7 +802,7 @@ unsafe fn packet<M: Memory>(
 
 /// Waits for the packet in which `source` tells a value of this call.
 #[inline(always)]
-unsafe fn wait_for_packet<B: Block>(
+pub(crate) unsafe fn wait_for_packet<B: Block>(
     block: &B,
     group: &Group,
     (call, source): (u64, u32),
@@ -730,7 +822,7 @@ unsafe fn wait_for_packet<B: Block>(
 
 /// Waits for the packets that every call has; returns the number of rows. One thread.
 #[inline(always)]
-unsafe fn wait_for_head<B: Block>(
+pub(crate) unsafe fn wait_for_head<B: Block>(
     block: &B,
     group: &Group,
     (call, source): (u64, u32),
@@ -759,9 +851,10 @@ unsafe fn wait_for_head<B: Block>(
     Ok(rows)
 }
 
-/// Ends the launch because `source` makes another call.
+/// Ends the launch because `source` makes another call. Of numbers alone, and out of the way.
 #[cold]
-fn refuse<B: Block>(block: &B, source: u32, expected: u32, seen: u32) -> Stopped {
+#[cfg_attr(target_arch = "nvptx64", inline(never))]
+pub(crate) fn refuse<B: Block>(block: &B, source: u32, expected: u32, seen: u32) -> Stopped {
     block.refuse(&Waiting {
         site: site(WaitKind::Envelope, source, Phase::Counts),
         spins: 0,
@@ -832,7 +925,11 @@ unsafe fn finish_sending<B: Block>(block: &B, group: &Group, call: u64) -> Resul
 
 /// Block: the last thread block tells every rank that this rank has read, and counts the call.
 #[inline(always)]
-unsafe fn finish_receiving<B: Block>(block: &B, group: &Group, call: u64) -> Result<(), Stopped> {
+pub(crate) unsafe fn finish_receiving<B: Block>(
+    block: &B,
+    group: &Group,
+    call: u64,
+) -> Result<(), Stopped> {
     // SAFETY: the caller's promise.
     unsafe {
         if is_last(block, group, RECEIVERS)? {
@@ -847,7 +944,7 @@ unsafe fn finish_receiving<B: Block>(block: &B, group: &Group, call: u64) -> Res
 
 /// The part `index` of `of` of a number of things: tokens or rows, of which there are few enough for 32 bits.
 #[inline(always)]
-const fn share(count: u32, index: u32, of: u32) -> (u32, u32) {
+pub(crate) const fn share(count: u32, index: u32, of: u32) -> (u32, u32) {
     const fn at(count: u32, index: u32, of: u32) -> u32 {
         match (count * index).checked_div(of) {
             Some(at) => at,
@@ -859,7 +956,7 @@ const fn share(count: u32, index: u32, of: u32) -> (u32, u32) {
 
 /// Number `pair` of pairs of something and one of `each` that it has.
 #[inline(always)]
-const fn split(pair: u32, each: u32) -> (u32, u32) {
+pub(crate) const fn split(pair: u32, each: u32) -> (u32, u32) {
     match pair.checked_div(each) {
         Some(whole) => (whole, pair - whole * each),
         None => (0, 0),
@@ -869,7 +966,7 @@ const fn split(pair: u32, each: u32) -> (u32, u32) {
 /// Where `mine` of `all` begins among things of which `before` came first, so that all have a part of few things of several
 /// kinds.
 #[inline(always)]
-const fn turn(mine: u32, all: u32, before: u32) -> u32 {
+pub(crate) const fn turn(mine: u32, all: u32, before: u32) -> u32 {
     let behind = match before.checked_rem(all) {
         Some(behind) => behind,
         None => 0,

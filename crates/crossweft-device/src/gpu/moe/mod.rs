@@ -6,6 +6,10 @@
     reason = "bytes are put into words"
 )]
 
+pub mod combine;
+pub mod dispatch;
+pub mod lines;
+
 use core::marker::PhantomData;
 
 use super::copy::copy_part;
@@ -14,14 +18,202 @@ use super::wide::{PIECE, Piece, load16, store1, store4, store8, store16};
 use super::{GpuContext, WARP};
 use crate::block::Block;
 use crate::element::{Element, F8E4M3};
+use crate::memory::Memory;
 use crate::moe::dispatch::Quantise;
 use crate::moe::rows::{Rows, Term, exponent_up};
-use crate::moe::{GROUP, Group, MAX_TOP_K, Routes, combine, dispatch};
+use crate::moe::{
+    COMPLETED, GROUP, Group, MAX_RANKS, MAX_TOP_K, ROWS_FLAG, Routes, SENT, address_of, credit,
+    is_masked,
+};
 
 /// Bytes of shared memory that a [`GpuRows`] needs for each warp: a [`Term`] a thread.
 pub const WARP_TABLE_BYTES: usize = WARP as usize * size_of::<Term>();
 
 const _: () = assert!(MAX_TOP_K == WARP, "a thread looks one term up");
+
+/// Bytes of shared memory of a thread block, for each warp, in which it makes and reads what a row says of itself, and
+/// keeps how many come from each rank, and where a token's rows to each are.
+pub const META_BYTES: usize = lines::META_BYTES + (4 + 8) * MAX_RANKS as usize;
+/// Bytes in which a block marks where few tokens go.
+pub const MARKS_BYTES: usize = 16 * 1024;
+/// Bytes for what a block has counted.
+pub const TABLES_BYTES: usize = 8 * 1024;
+
+/// A thread block's shared memory, where rows are lines. All addresses are aligned to 16.
+#[derive(Clone, Copy, Debug)]
+pub struct Shared {
+    /// Address of [`WARP_TABLE_BYTES`] for each warp.
+    pub terms: u64,
+    /// Address of [`META_BYTES`] for each warp.
+    pub metas: u64,
+    /// Address of [`MARKS_BYTES`].
+    pub marks: u64,
+    /// Address of [`TABLES_BYTES`], see [`moved`](Self::moved).
+    pub tables: u64,
+}
+
+impl Shared {
+    /// Where this thread's warp has a row's meta.
+    #[inline(always)]
+    fn meta<B: Block>(&self, block: &B) -> u64 {
+        self.metas + u64::from(block.warp()) * META_BYTES as u64
+    }
+
+    /// Where this thread's warp has how many rows come from each rank.
+    #[inline(always)]
+    fn received<B: Block>(&self, block: &B) -> u64 {
+        self.meta(block) + lines::META_BYTES as u64
+    }
+
+    /// Where this thread's warp has where a token's rows are.
+    #[inline(always)]
+    fn targets<B: Block>(&self, block: &B) -> u64 {
+        self.received(block) + 4 * u64::from(MAX_RANKS)
+    }
+
+    /// How far from the first's the tables are, modulo 2^64, that thread block `index` of so many counts in
+    /// ([`Routes::moved`]): here, if there is room.
+    #[inline(always)]
+    #[must_use]
+    pub fn moved(&self, routes: &Routes, index: u32, blocks: u32) -> u64 {
+        if routes.stride <= TABLES_BYTES as u64 {
+            return self.tables.wrapping_sub(routes.received);
+        }
+        // The last one has those that the host looks at.
+        u64::from(blocks - 1 - index) * routes.stride
+    }
+}
+
+const _: () = assert!(TABLES_BYTES >= 4 * MAX_RANKS as usize);
+
+/// The numbers of the calls that a launch is to send and to complete, as it has found them.
+#[derive(Clone, Copy, Debug)]
+pub struct Calls {
+    sent: u64,
+    completed: u64,
+}
+
+impl Calls {
+    /// # Safety
+    /// The group must be prepared.
+    #[inline(always)]
+    #[must_use]
+    pub unsafe fn read<M: Memory>(memory: &M, group: &Group) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Self {
+                sent: memory.load(group.state + SENT),
+                completed: memory.load(group.state + COMPLETED),
+            }
+        }
+    }
+}
+
+/// The warps of a block that do something.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    /// Whether this thread's does.
+    takes_part: bool,
+    /// Which of them it is.
+    warp: u32,
+    warps: u32,
+}
+
+impl Part {
+    /// Those that send and those that receive: all, one after the other, or some each.
+    #[inline(always)]
+    fn of<B: Block>(block: &B, splits: bool) -> (Self, Self) {
+        let (warp, warps) = (block.warp(), block.warps());
+        if !splits {
+            let all = Self {
+                takes_part: true,
+                warp,
+                warps,
+            };
+            return (all, all);
+        }
+        let senders = warps / 2;
+        let sender = Self {
+            takes_part: warp < senders,
+            warp,
+            warps: senders,
+        };
+        let receiver = Self {
+            takes_part: warp >= senders,
+            warp: warp.wrapping_sub(senders),
+            warps: warps - senders,
+        };
+        (sender, receiver)
+    }
+}
+
+/// Segments that a warp does one after the other: of few tokens one, so that all warps have some, of many several, so that
+/// one is on its way while the other is stored.
+#[inline(always)]
+const fn span(few: bool) -> u32 {
+    if few { 1 } else { 4 }
+}
+
+#[inline(always)]
+const fn least(a: u32, b: u32) -> u32 {
+    if a < b { a } else { b }
+}
+
+/// The credit of this thread's peer, if it has one.
+///
+/// # Safety
+/// The group must be prepared. So for all of these.
+#[inline(always)]
+unsafe fn credit_of<B: Block>(block: &B, group: &Group) -> u64 {
+    match block.thread() < group.geometry.ranks {
+        // SAFETY: the caller's promise.
+        true => unsafe { credit(block.memory(), group, block.thread()) },
+        false => 0,
+    }
+}
+
+/// Block: the first one tells every rank, even those masked, which calls this rank has read: those of launches before this
+/// one, which have ended.
+#[inline(always)]
+unsafe fn give_credits<B: Block>(block: &B, group: &Group, calls: Calls, index: u32) {
+    let (memory, peer) = (block.memory(), block.thread());
+    if index == 0 && peer < group.geometry.ranks {
+        // SAFETY: the caller's promise; the word is for this rank to write.
+        unsafe {
+            let at = address_of(memory, group, peer) + group.geometry.credit(group.rank);
+            memory.store(at, calls.completed);
+        }
+    }
+}
+
+/// Whether a block whose first thread has found that so many were counted before it is the last of this launch; all other
+/// threads have found 0. Every block is counted once a call that is sent.
+#[inline(always)]
+const fn is_last(group: &Group, calls: Calls, so_far: u64) -> bool {
+    so_far + 1 == (calls.sent + 1) * group.blocks as u64
+}
+
+/// Block: the last one counts a call as sent, and tells so whoever looks for what is missing: rows need no flag.
+#[inline(always)]
+unsafe fn tell<B: Block>(block: &B, group: &Group, calls: Calls, so_far: u64) {
+    if block.thread() != 0 || !is_last(group, calls, so_far) {
+        return;
+    }
+    let call = calls.sent;
+    let memory = block.memory();
+    // SAFETY: the caller's promise; the words are for this rank to write.
+    unsafe {
+        memory.store(group.state + SENT, call + 1);
+        let mut peer = 0;
+        while peer < group.geometry.ranks {
+            if !is_masked(memory, group, peer) {
+                let at = group.geometry.flag(call, group.rank, ROWS_FLAG);
+                memory.store(address_of(memory, group, peer) + at, call + 1);
+            }
+            peer += 1;
+        }
+    }
+}
 
 /// What a launch does, one after another; any of them may be left out.
 pub mod steps {
@@ -46,11 +238,11 @@ pub struct DispatchLaunch {
     /// The pass.
     pub routes: Routes,
     /// For [`steps::ROUTE`].
-    pub choices: dispatch::Choices,
+    pub choices: crate::moe::dispatch::Choices,
     /// For [`steps::SEND`]; its call also for [`steps::COUNT`].
-    pub input: dispatch::Input,
+    pub input: crate::moe::dispatch::Input,
     /// For [`steps::RECEIVE`].
-    pub output: dispatch::Output,
+    pub output: crate::moe::dispatch::Output,
     /// How waits end.
     pub context: GpuContext,
     /// What to do.
@@ -68,7 +260,7 @@ pub struct CombineLaunch {
     /// The pass.
     pub routes: Routes,
     /// For all steps.
-    pub input: combine::Input,
+    pub input: crate::moe::combine::Input,
     /// Address of the sums, for [`steps::RECEIVE`].
     pub output: u64,
     /// How waits end.
@@ -179,8 +371,10 @@ pieces! { at0, p0, 0; at1, p1, 1; at2, p2, 2; at3, p3, 3; }
 
 /// Bytes of a segment.
 const SEGMENT_BYTES: u64 = 4 * WARP as u64 * PIECE;
-/// Bytes that a warp needs to quantise a segment: elements in a byte each, of two before, and f32 scales.
-pub const STAGING_BYTES: u64 = SEGMENT_BYTES / 2 + SEGMENT_BYTES / 2 / GROUP * 4;
+/// Bytes that a warp needs to quantise a segment, also one of lines: elements in a byte each, and f32 scales.
+pub const STAGING_BYTES: u64 = lines::SEGMENT_GROUPS * (GROUP + 4);
+
+const _: () = assert!(STAGING_BYTES >= SEGMENT_BYTES / 2 + SEGMENT_BYTES / 2 / GROUP * 4);
 
 impl<E: GpuElement + Element<Acc = f32>> Rows for GpuRows<E> {
     const SEGMENT: u64 = SEGMENT_BYTES;
@@ -336,7 +530,7 @@ impl<E: GpuElement + Element<Acc = f32>> Rows for GpuRows<E> {
 }
 
 // The host writes what the kernels read, so neither may find padding where the other has a field.
-const _: () = assert!(size_of::<dispatch::Choices>() == 24);
+const _: () = assert!(size_of::<crate::moe::dispatch::Choices>() == 24);
 const _: () = assert!(size_of::<Term>() == 16);
 // Kernel parameters end at 4 KiB.
 const _: () = assert!(size_of::<DispatchLaunch>() <= 4096);
