@@ -8,7 +8,9 @@ use crossweft_device::gpu::block::GpuBlock;
 use crossweft_device::gpu::machine::{block_x, block_y, blocks_x, thread, threads, time_ns};
 use crossweft_device::gpu::reduce::{Sum, reduce_pair};
 use crossweft_device::gpu::wide::PIECE;
-use crossweft_device::gpu::{GpuContext, GpuReducer, OneShotLaunch};
+use crossweft_device::gpu::{
+    ECHO_WARMUP, EchoLaunch, GpuContext, GpuReducer, OneShotLaunch, lines,
+};
 use crossweft_device::packet::{self, PAYLOAD, WORD};
 use crossweft_device::program::COUNTER_STRIDE;
 use crossweft_device::reduce::{Location, Reducer, Sources};
@@ -397,4 +399,183 @@ pub unsafe extern "gpu-kernel" fn crossweft_exchange_add(
         let channel = channels.add(block_x() as usize).read();
         let _ = custom::exchange_add(&block, &channel, &launch, block_x(), blocks_x());
     }
+}
+
+/// Sends something to and fro, and leaves the nanoseconds it took. All threads of the block call it.
+///
+/// # Safety
+/// The launch must be valid for what `send` and `receive` do with it.
+#[inline(always)]
+unsafe fn echo(
+    block: &ThisBlock,
+    launch: &EchoLaunch,
+    send: impl Fn(u32) -> Result<(), Stopped>,
+    receive: impl Fn(u32) -> Result<(), Stopped>,
+) {
+    let mut start = time_ns();
+    let mut round = 0;
+    while round < launch.rounds + ECHO_WARMUP {
+        if round == ECHO_WARMUP {
+            start = time_ns();
+        }
+        let flag = launch.flag.wrapping_add(round);
+        let mine = match launch.side {
+            0 => send(flag).and_then(|()| receive(flag)),
+            _ => receive(flag).and_then(|()| send(flag)),
+        };
+        // What went wrong is in the host's record.
+        if mine.is_err() {
+            return;
+        }
+        round += 1;
+    }
+    let took = time_ns() - start;
+    if thread() == 0 {
+        // SAFETY: the caller's promise.
+        unsafe { Raw.write(launch.out, took) };
+    }
+}
+
+macro_rules! echoes {
+    ($($(#[$doc:meta])* $entry:ident: |$block:ident, $launch:ident, $flag:ident| $send:expr, $receive:expr;)*) => { $(
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// The parameter must be as its fields say, and both sides be launched alike.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "gpu-kernel" fn $entry(launch: EchoLaunch) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let $block = &ThisBlock::begin(&launch.context, launch.side);
+                let $launch = &launch;
+                echo($block, $launch, |$flag| $send, |$flag| $receive);
+            }
+        }
+    )* };
+}
+
+/// One thread stores a word.
+#[inline(always)]
+fn once(act: impl FnOnce()) -> Result<(), Stopped> {
+    if thread() == 0 {
+        act();
+    }
+    Ok(())
+}
+
+/// Does something so many times.
+#[inline(always)]
+fn times(count: u32, act: impl Fn() -> Result<(), Stopped>) -> Result<(), Stopped> {
+    let mut done = 0;
+    while done < count {
+        act()?;
+        done += 1;
+    }
+    Ok(())
+}
+
+/// Block: what one thread waits for.
+#[inline(always)]
+fn together(block: &ThisBlock, wait: impl FnOnce() -> Result<(), Stopped>) -> Result<(), Stopped> {
+    let mine = match thread() {
+        0 => wait(),
+        _ => Ok(()),
+    };
+    block.sync(mine)
+}
+
+/// Waits until `load` gives `flag`.
+#[inline(always)]
+fn wait_flag(
+    block: &ThisBlock,
+    launch: &EchoLaunch,
+    flag: u32,
+    load: impl FnMut() -> u64,
+) -> Result<(), Stopped> {
+    let at = site(WaitKind::Semaphore, launch.side ^ 1);
+    let flag = u64::from(flag);
+    wait_for(block, at, flag, load, |seen| seen == flag).map(drop)
+}
+
+echoes! {
+    /// A word without order.
+    crossweft_echo_relaxed: |block, launch, flag|
+        once(|| Raw.store(launch.channel.remote, flag.into())),
+        together(block, || wait_flag(block, launch, flag, || Raw.load(launch.channel.local)));
+    /// A word with release and acquire.
+    crossweft_echo_acquire: |block, launch, flag|
+        once(|| Raw.store_release(launch.channel.remote, flag.into())),
+        together(block, || wait_flag(block, launch, flag, || Raw.load_acquire(launch.channel.local)));
+    /// Data, then a signal.
+    crossweft_echo_put: |block, launch, _flag|
+        {
+            launch.channel.put(block, launch.landing, launch.data, launch.bytes);
+            block.sync(Ok(())).and_then(|()| once(|| launch.channel.semaphore.signal(block)))
+        },
+        together(block, || launch.channel.semaphore.wait(block, Site::NO_OP));
+    /// Packets of 8 bytes.
+    crossweft_echo_packets8: |block, launch, flag|
+        {
+            let (packets, data) = (launch.channel.remote + launch.data, launch.channel.local + launch.landing);
+            let mut i = u64::from(thread());
+            while i < launch.bytes / PAYLOAD {
+                packet::write_packet(&Raw, packets + i * WORD, Raw.read(data + i * PAYLOAD), flag);
+                i += u64::from(threads());
+            }
+            Ok(())
+        },
+        {
+            let (packets, data) = (launch.channel.local + launch.data, launch.channel.local + launch.landing);
+            let mut mine = Ok(());
+            let mut i = u64::from(thread());
+            while i < launch.bytes / PAYLOAD && mine.is_ok() {
+                let at = site(WaitKind::Packet, launch.side ^ 1);
+                mine = packet::read_packet(block, at, packets + i * WORD, flag)
+                    .map(|word| Raw.write(data + i * PAYLOAD, word));
+                i += u64::from(threads());
+            }
+            block.sync(mine)
+        };
+    /// Packets in pairs.
+    crossweft_echo_packets16: |block, launch, flag|
+        {
+            let (packets, data) = (launch.channel.remote + launch.data, launch.channel.local + launch.landing);
+            packet::copy_to_packets(block, packets, data, launch.bytes, flag);
+            Ok(())
+        },
+        {
+            let (packets, data) = (launch.channel.local + launch.data, launch.channel.local + launch.landing);
+            let at = site(WaitKind::Packet, launch.side ^ 1);
+            block.sync(packet::copy_from_packets(block, at, data, packets, launch.bytes, flag))
+        };
+    /// Lines.
+    crossweft_echo_lines: |block, launch, flag|
+        {
+            let (lines, data) = (launch.channel.remote + launch.data, launch.channel.local + launch.landing);
+            lines::copy_to_lines(block, lines, data, launch.bytes, flag);
+            Ok(())
+        },
+        {
+            let (lines, data) = (launch.channel.local + launch.data, launch.channel.local + launch.landing);
+            let at = site(WaitKind::Packet, launch.side ^ 1);
+            block.sync(lines::copy_from_lines(block, at, data, lines, launch.bytes, flag))
+        };
+    /// Data that is there for the other side to get: nobody is told.
+    crossweft_echo_get: |block, launch, flag|
+        {
+            let turn = u64::from(flag.wrapping_sub(launch.flag) % launch.burst.max(1));
+            let from = launch.data + turn * launch.bytes.next_multiple_of(lines::LINE);
+            launch.channel.get(block, launch.landing, from, launch.bytes);
+            block.sync(Ok(()))
+        },
+        Ok(());
+    /// Data with a signal, by a proxy.
+    crossweft_echo_port: |block, launch, _flag|
+        match thread() {
+            0 => times(launch.burst, || {
+                launch.port.put_with_signal(block, launch.landing, launch.data, launch.bytes)
+            }),
+            _ => Ok(()),
+        },
+        together(block, || times(launch.burst, || launch.port.semaphore.wait(block, Site::NO_OP)));
 }

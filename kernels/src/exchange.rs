@@ -6,18 +6,26 @@ use crossweft_device::Raw;
 use crossweft_device::Site;
 use crossweft_device::Stopped;
 use crossweft_device::exchange::{Desk, Transfer, abandon, is_abandoned, run_block};
+#[cfg(module = "exchange")]
+use crossweft_device::exchange::{Direction, Envelope, Transfers, run_single};
 use crossweft_device::gpu::ExchangeLaunch;
 #[cfg(not(module = "exchange"))]
 use crossweft_device::gpu::GpuReducer;
-#[cfg(module = "exchange")]
-use crossweft_device::gpu::SignalLaunch;
 use crossweft_device::gpu::block::GpuBlock;
+#[cfg(module = "exchange")]
+use crossweft_device::gpu::machine::blocks_x;
 use crossweft_device::gpu::machine::{block_x, thread, threads};
+#[cfg(module = "exchange")]
+use crossweft_device::gpu::{Message, MessagesLaunch, SignalLaunch};
 use crossweft_device::reduce::Reducer;
 #[cfg(module = "exchange")]
 use crossweft_device::reduce::{Location, Sources};
 
+#[cfg(module = "exchange")]
+use crate::shared::word_of;
 use crate::shared::{self, Here};
+#[cfg(module = "exchange")]
+use core::mem::offset_of;
 
 /// Bytes that a thread brings at a time.
 const PIECE: u64 = 16;
@@ -41,10 +49,7 @@ unsafe fn run(launch: ExchangeLaunch, reducer: &impl Reducer) {
         let (exchange, transfers) = (&launch.exchange, &launch.transfers);
         let (begin, count) = transfers.share(index);
         let size = size_of::<Transfer>() as u64;
-        let (near, far) = (
-            shared::chains(),
-            transfers.chains + u64::from(begin) * size,
-        );
+        let (near, far) = (shared::chains(), transfers.chains + u64::from(begin) * size);
         let bytes = u64::from(count) * size;
         let mut at = u64::from(thread()) * PIECE;
         while at < bytes {
@@ -102,6 +107,77 @@ impl Reducer for Nothing {
 pub unsafe extern "gpu-kernel" fn crossweft_exchange(launch: ExchangeLaunch) {
     // SAFETY: the caller's promise.
     unsafe { run(launch, &Nothing) }
+}
+
+/// Sends, receives and copies, a thread block for each lane of each message.
+///
+/// # Safety
+/// As for [`run_single`].
+#[cfg(module = "exchange")]
+#[unsafe(no_mangle)]
+pub unsafe extern "gpu-kernel" fn crossweft_messages(launch: MessagesLaunch) {
+    // SAFETY: the caller's promise; what is read of the parameter lies in it.
+    unsafe {
+        let word = word_of!(crossweft_messages, launch);
+        let index = block_x();
+        // The last message that begins at this block or before.
+        let (mut at, mut left) = (offset_of!(MessagesLaunch, messages) as u64, launch.count);
+        let size = size_of::<Message>() as u64;
+        let first = offset_of!(Message, first) as u64;
+        while left > 1 && word(at + size + first) as u32 <= index {
+            (at, left) = (at + size, left - 1);
+        }
+        // Two fields of 32 bits a word.
+        let pair = |field: usize| {
+            let both = word(at + field as u64);
+            (both as u32, (both >> 32) as u32)
+        };
+        let (peer, direction) = pair(offset_of!(Message, peer));
+        let (memory, first) = pair(offset_of!(Message, memory));
+        let (lanes, op) = pair(offset_of!(Message, lanes));
+        let message = Message {
+            address: word(at + offset_of!(Message, address) as u64),
+            place: word(at + offset_of!(Message, place) as u64),
+            envelope: Envelope {
+                bytes: word(at + offset_of!(Message, envelope.bytes) as u64),
+                kind: word(at + offset_of!(Message, envelope.kind) as u64),
+            },
+            peer,
+            direction: core::mem::transmute::<u32, Direction>(direction),
+            memory,
+            first,
+            lanes,
+            op,
+        };
+        let here = shared::launch() as *mut ExchangeLaunch;
+        if thread() == 0 {
+            (&raw mut (*here).exchange).write(launch.exchange);
+            let transfers = Transfers {
+                chains: 0,
+                followers: 0,
+                count: blocks_x(),
+                blocks: blocks_x(),
+                launch: launch.launch,
+                reserved: 0,
+            };
+            (&raw mut (*here).transfers).write(transfers);
+        }
+        let block = GpuBlock::<Here>::begin(&launch.context, launch.exchange.rank);
+        let (exchange, transfers) = (&(*here).exchange, &(*here).transfers);
+        let transfer = message.transfer(index - message.first);
+        let result = run_single(
+            &block,
+            exchange,
+            transfers,
+            index,
+            &transfer,
+            shared::board(),
+        );
+        // The record in the host's memory says what went wrong.
+        if let (0, Err(stopped)) = (thread(), result) {
+            abandon(&Raw, exchange, stopped);
+        }
+    }
 }
 
 /// Waits for signals of a peer, then signals it: one thread block.

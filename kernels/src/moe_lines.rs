@@ -24,21 +24,33 @@ pub(crate) const WARPS: usize = 12;
 pub(crate) const PEERS_BYTES: usize = 2 * MASKED_AT as usize;
 const MASKED_AT: u64 = 8 * MAX_RANKS as u64;
 
-/// Brings what is known of each rank, which is looked up again and again, into shared memory.
+/// What is known of this thread's rank, if it has one: where its memory is, and whether it is masked. It is looked up again
+/// and again, in shared memory.
+///
+/// # Safety
+/// The group must be prepared.
+#[inline(always)]
+unsafe fn look_up(group: &Group) -> (u64, u64) {
+    let at = 8 * u64::from(thread());
+    match thread() < group.geometry.ranks {
+        // SAFETY: the caller's promise.
+        true => unsafe { (Raw.read(group.memories + at), Raw.read(group.masked + at)) },
+        false => (0, 0),
+    }
+}
+
+/// Puts it there.
 ///
 /// # Safety
 /// The group must be prepared; the block must meet at a barrier before it uses it.
 #[inline(always)]
-unsafe fn bring(group: &Group) {
-    let rank = thread();
-    if rank < group.geometry.ranks {
-        let at = 8 * u64::from(rank);
+unsafe fn bring(group: &Group, (memory, masked): (u64, u64)) {
+    if thread() < group.geometry.ranks {
+        let at = shared::peers() + 8 * u64::from(thread());
         // SAFETY: the caller's promise; there are no more ranks than there is room for.
         unsafe {
-            let memory: u64 = Raw.read(group.memories + at);
-            let masked: u64 = Raw.read(group.masked + at);
-            Raw.write(shared::peers() + at, memory);
-            Raw.write(shared::peers() + MASKED_AT + at, masked);
+            Raw.write(at, memory);
+            Raw.write(at + MASKED_AT, masked);
         }
     }
 }
@@ -73,7 +85,7 @@ macro_rules! entry {
                 // On their way while all else is made ready. Whatever each thread has read, the next barrier agrees.
                 let calls = Calls::read(&Raw, &launch.group);
                 let is_stopped = is_stopped(&Raw, &launch.group);
-                bring(&launch.group);
+                let peer = look_up(&launch.group);
                 let $block = &GpuBlock::<Here>::open(&launch.context, launch.group.rank);
                 let $own = &launch;
                 let before = $prepare;
@@ -91,6 +103,7 @@ macro_rules! entry {
                     at += 8 * u64::from(threads());
                 }
                 let here = here as *const $launch;
+                bring(&launch.group, peer);
                 let outcome = match is_stopped {
                     true => Err(Stopped::Aborted),
                     false => Ok(()),

@@ -60,18 +60,12 @@ pub(crate) fn bundle(here: bool) -> Result<(), String> {
         } else {
             package
         };
-        install(
-            &root().join("target/release").join(name),
-            &bundle.join(name),
-        )?;
+        install(&built().join(name), &bundle.join(name))?;
     }
     let mut build = cargo();
     run(build.args(["build", "--release", "--package", "crossweft-nccl"]))?;
     let [library, torch] = NCCL;
-    install(
-        &root().join("target/release").join(library),
-        &bundle.join(library),
-    )?;
+    install(&built().join(library), &bundle.join(library))?;
     let from = root().join("crates/crossweft-nccl/tests").join(torch);
     fs::copy(&from, bundle.join(torch)).map_err(failed(&from))?;
     let script = bundle.join("run.sh");
@@ -89,6 +83,14 @@ pub(crate) fn bundle(here: bool) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Where cargo leaves programs.
+fn built() -> PathBuf {
+    let chosen = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    root()
+        .join(chosen.unwrap_or_else(|| "target".into()))
+        .join("release")
 }
 
 fn cargo() -> Command {

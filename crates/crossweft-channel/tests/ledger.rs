@@ -1,4 +1,5 @@
 //! What ranks say of their calls is compared as they make them.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 

@@ -903,3 +903,31 @@ fn all_algorithms_are_measured_in_turn_and_drawn() {
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("no such folder"));
 }
+
+#[test]
+fn primitives_are_measured_on_gpus_and_nowhere_else() {
+    let on_cpu = run("bench primitives --device cpu");
+    assert_eq!(on_cpu.status.code(), Some(2));
+    let said = text(&on_cpu.stderr);
+    assert!(said.contains("use --device cuda"), "{said}");
+
+    let output = run("bench primitives --quick --rounds 20 --format json");
+    if output.status.code() == Some(2) {
+        let said = text(&output.stderr);
+        assert!(said.contains("primitives are measured on GPUs: "), "{said}");
+        return;
+    }
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let placement = report["placement"].as_str().unwrap();
+    assert!(
+        placement.starts_with("two GPUs") || placement.starts_with("ONE GPU"),
+        "{placement}"
+    );
+    let rows = report["rows"].as_array().unwrap();
+    for what in ["flag one way, relaxed", "get", "put by threads"] {
+        let of = |row: &&Value| row["what"] == what;
+        let row = rows.iter().find(of).unwrap();
+        assert!(row["value"].as_f64().unwrap() > 0.0, "{row}");
+    }
+}

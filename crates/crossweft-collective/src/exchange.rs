@@ -332,7 +332,7 @@ impl Exchange {
         options: &ExchangeOptions,
     ) -> Result<Self, CollectiveError> {
         let (endpoint, timeout) = (communicator.endpoint(), communicator.timeout());
-        let mut inner = executor::ExchangeOptions::usual(endpoint.device(), timeout);
+        let mut inner = executor::ExchangeOptions::usual(endpoint, timeout);
         if let Some(rings) = options.rings {
             (inner.slots, inner.slot_bytes) = rings;
         }

@@ -10,15 +10,17 @@ use crossweft_collective::{
     Blocks, CollectiveError, Communicator, CommunicatorOptions, DataType, Exchange, ExchangeError,
     ExchangeOptions, ReduceOp, Region, SymmetricBuffer, run_in_threads, run_in_threads_on,
 };
-use crossweft_hal::cuda::{Context, Driver, Stream};
+use crossweft_hal::cuda::{Context, Driver, Event, Stream};
 use crossweft_hal::{Device, Memory};
 use crossweft_verify::{Pattern, fill};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Payload of a slot of the usual rings, and bytes from which a message takes a second lane.
-const SLOT: usize = (64 << 10) + 32;
-const LANE: usize = 128 << 10;
+const SLOT: usize = (64 << 10) + 96;
+const LANE: usize = 32 << 10;
+/// The most that goes in lines.
+const LINES: usize = 32 * 240;
 
 /// The first device, or a line that says why not.
 fn device() -> Option<Device> {
@@ -184,6 +186,8 @@ fn sizes() -> impl Iterator<Item = usize> {
         16,
         17,
         4099,
+        LINES,
+        LINES + 1,
         SLOT - 1,
         SLOT,
         SLOT + 1,
@@ -744,7 +748,8 @@ fn a_rank_that_never_comes_is_named_at_the_deadline_and_peers_hear_of_it() {
     let device = device!();
     // Rank 0 waits for rank 2, which never comes; rank 1 for rank 0.
     let errors = on(&device, (3, 4), |communicator| {
-        let (stream, arena, exchange) = usual(communicator)?;
+        let options = ExchangeOptions::default().rings(8, 64 << 10).lanes(8);
+        let (stream, arena, exchange) = prepared(communicator, &options)?;
         let rank = communicator.rank();
         if rank == 2 {
             std::thread::sleep(Duration::from_secs(9));
@@ -925,67 +930,126 @@ fn a_wait_for_a_rank_that_does_not_signal_ends_and_names_it() {
     );
 }
 
-/// Not asserted, printed: what a message costs.
+/// What rank `rank` holds at bytes `range` of its memory.
+fn held(rank: u32, range: std::ops::Range<u64>) -> Vec<u8> {
+    range
+        .map(|i| (i * 31 + (i >> 8) + 7 * u64::from(rank)) as u8)
+        .collect()
+}
+
+/// What arrives is asserted, and what a message costs is printed, by the device's clock, between two devices if there are two.
 #[test]
 fn what_messages_cost() {
-    let device = device!();
-    on(&device, (2, 60), |communicator| {
-        let buffer = communicator.allocate(64 << 20)?;
+    let devices = match Driver::open().and_then(|driver| driver.devices()) {
+        Ok(devices) if !devices.is_empty() => devices,
+        Ok(_) => return println!("skipped: no device"),
+        Err(error) => return println!("skipped: {error}"),
+    };
+    const MOST: u64 = 256 << 20;
+    let of = |rank: u32| {
+        let device = &devices[rank as usize % devices.len()];
+        Ok(Device::Cuda(Context::retain(device).unwrap()))
+    };
+    let options = CommunicatorOptions {
+        timeout: Duration::from_secs(60),
+    };
+    println!("two ranks on {} device(s)", devices.len().min(2));
+    let costs = |communicator: &Communicator| {
+        let Device::Cuda(context) = communicator.device() else {
+            panic!("not on a GPU");
+        };
+        let buffer = communicator.allocate(2 * MOST)?;
+        let memory = communicator.device().allocate(2 * MOST)?;
+        let timer = [(); 2].map(|()| Event::with_timing(context).unwrap());
+        let stream = stream(communicator);
         let options = ExchangeOptions::default().symmetric(&buffer);
-        let (stream, arena, exchange) = prepared(communicator, &options)?;
+        let exchange = communicator.exchange(&options)?;
         let (rank, peer) = (communicator.rank(), 1 - communicator.rank());
-        let memory = arena.place(64 << 20, 0)?;
-        let to = arena.place(64 << 20, 0)?;
-        for (what, from) in [
-            ("private", memory.region()),
-            ("symmetric", part(&buffer, 0, 64 << 20)),
+        // SAFETY: all of it, which is kept until launches have ended.
+        let private = unsafe { Region::new(memory.addr(), 2 * MOST) };
+        let symmetric = part(&buffer, 0, 2 * MOST);
+        let registered = buffer.registered();
+        let shared = registered.local();
+        for memory in [&memory, shared] {
+            memory.write(0, &held(rank, 0..MOST))?;
+        }
+        for (what, whole, memory, most) in [
+            ("private", private, &memory, MOST),
+            ("symmetric", symmetric, shared, MOST),
+            // Each rank copies its own block, too.
+            ("all-to-all-v, private", private, &memory, MOST / 2),
         ] {
-            for bytes in [8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20] {
-                let region = |whole: Region| whole.part(0..bytes).unwrap();
+            let sizes = (3..=28).step_by(2).map(|log| 1 << log);
+            for bytes in sizes.chain([MOST]).filter(|&bytes| bytes <= most) {
+                let calls = if bytes > 1 << 22 { 10 } else { 100 };
+                let all = MOST / most * bytes;
+                let (from, to) = (whole.part(0..all), whole.part(MOST..MOST + all));
+                let counts = [bytes; 2];
+                let blocks = Blocks::packed(&counts);
                 let calls_on = |calls: u32| {
                     for _ in 0..calls {
+                        let (from, to) = (from.unwrap(), to.unwrap());
+                        if most < MOST {
+                            let calls = exchange.calls(Some(&stream));
+                            calls.all_to_all_v(DataType::U8, (from, blocks), (to, blocks))?;
+                            continue;
+                        }
                         let mut group = exchange.group();
-                        group
-                            .send_region(peer, DataType::U8, region(from))
-                            .recv_region(peer, DataType::U8, region(to.region()));
-                        group.run_on(&stream)?;
+                        group.send_region(peer, DataType::U8, from);
+                        group.recv_region(peer, DataType::U8, to).run_on(&stream)?;
                     }
                     Ok::<_, CollectiveError>(())
                 };
-                let calls = |calls: u32| {
-                    let started = Instant::now();
-                    calls_on(calls)?;
-                    let issued = started.elapsed();
+                let wait = || {
                     stream.synchronize(Instant::now() + LIMIT).unwrap();
-                    exchange.check()?;
-                    Ok::<_, CollectiveError>((issued / calls, started.elapsed() / calls))
+                    exchange.check()
                 };
+                if bytes == 2048 || bytes == 8192 || bytes == 2 << 20 || bytes == most {
+                    memory.write(MOST, &vec![0; all as usize])?;
+                    calls_on(2)?;
+                    wait()?;
+                    let mut got = vec![0; all as usize];
+                    memory.read(MOST, &mut got)?;
+                    let own = u64::from(rank) * bytes;
+                    let expected = match most < MOST {
+                        true => [0, 1].map(|from| held(from, own..own + bytes)).concat(),
+                        false => held(peer, 0..bytes),
+                    };
+                    assert!(got == expected, "{what}, {bytes} bytes");
+                }
+                calls_on(2)?;
+                wait()?;
                 communicator.barrier()?;
-                calls(5)?;
-                communicator.barrier()?;
-                let (issued, each) = calls(20)?;
-                // Without the host in between.
+                let started = Instant::now();
+                calls_on(10)?;
+                let issued = started.elapsed() / 10;
+                wait()?;
                 let capture = stream.begin_capture().unwrap();
-                calls_on(20)?;
+                calls_on(calls)?;
                 let graph = capture.end().unwrap().instantiate().unwrap();
-                let mut in_graph = Duration::MAX;
-                for _ in 0..5 {
+                let mut times = Vec::new();
+                for _ in 0..7 {
                     communicator.barrier()?;
-                    let started = Instant::now();
+                    // Lines the ranks up.
+                    calls_on(2)?;
+                    timer[0].record(&stream).unwrap();
                     // SAFETY: what it uses is kept until it has ended.
                     unsafe { graph.launch(&stream) }.unwrap();
-                    stream.synchronize(Instant::now() + LIMIT).unwrap();
-                    in_graph = in_graph.min(started.elapsed() / 20);
+                    timer[1].record(&stream).unwrap();
+                    wait()?;
+                    times.push(timer[1].since(&timer[0]).unwrap() / calls);
                 }
-                exchange.check()?;
+                times.sort_unstable();
                 if rank == 0 {
+                    let each = times[times.len() / 2];
                     let speed = bytes as f64 / each.as_secs_f64() / 1e9;
                     println!(
-                        "{what}, {bytes} bytes each way: {each:?} a call, {speed:.1} GB/s, issued in {issued:?}; in a graph {in_graph:?}"
+                        "{what}, {bytes} bytes each way: {each:.2?} in a graph, {speed:.1} GB/s; issued in {issued:.1?}"
                     );
                 }
             }
         }
         communicator.barrier()
-    });
+    };
+    run_in_threads_on(of, 2, options, costs).unwrap();
 }

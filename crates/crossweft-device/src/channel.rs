@@ -234,17 +234,38 @@ pub unsafe fn copy<B: Block>(block: &B, dst: u64, src: u64, bytes: u64) {
         crate::gpu::copy::copy(block, dst, src, bytes)
     }
     #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
+    // SAFETY: the caller's promise.
+    unsafe {
+        copy_by(block, (block.thread(), block.threads()), dst, src, bytes)
+    }
+}
+
+/// The part of a copy that is `thread`'s of `threads` threads, which copy together.
+///
+/// # Safety
+/// As for [`copy`], all of them together.
+#[inline(always)]
+pub(crate) unsafe fn copy_by<B: Block>(
+    block: &B,
+    (thread, threads): (u32, u32),
+    dst: u64,
+    src: u64,
+    bytes: u64,
+) {
+    #[cfg(any(target_arch = "nvptx64", target_arch = "amdgpu"))]
+    // SAFETY: the caller's promise.
+    unsafe {
+        let _ = block;
+        crate::gpu::copy::copy_by(thread, threads, dst, src, bytes)
+    }
+    #[cfg(not(any(target_arch = "nvptx64", target_arch = "amdgpu")))]
     {
-        let share = crate::extent::Extent {
-            begin: 0,
-            end: bytes,
-        }
-        .slice(block.thread(), block.threads());
+        let (begin, end) = (0, bytes);
+        let share = crate::extent::Extent { begin, end }.slice(thread, threads);
         // SAFETY: the caller's promise; the slices do not overlap.
         unsafe {
-            block
-                .memory()
-                .copy(dst + share.begin, src + share.begin, share.len())
+            let memory = block.memory();
+            memory.copy(dst + share.begin, src + share.begin, share.len())
         }
     }
 }

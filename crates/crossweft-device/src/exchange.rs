@@ -11,6 +11,14 @@
 //! line:  u64 slots taken   u64 status   u64 [4] a refused message: as sent, as wanted   u64 withdrawn
 //! ```
 //!
+//! Where the machine keeps lines whole ([`gpu::lines`](crate::gpu::lines)), a small message may have its payload in lines at the end of
+//! its slot, each with a flag of its own, and its header in one store of 16 bytes: nothing of it waits for something else to have
+//! arrived. That place holds nothing but lines, and is cleared by the receiver before flags come again.
+//!
+//! ```text
+//! slot:  u64 flag   u64 bytes, kind and IN_LINES   ..   lines
+//! ```
+//!
 //! A message takes as many slots as its payload needs, at least one. One whose sender's buffer can be
 //! reached by the receiver may be *offered* instead: its only slot says where it lies, the receiver copies it
 //! from there and then returns the slot, which completes the send. A sender whose launch has failed before
@@ -25,14 +33,20 @@
 //! Where one thread block is not enough for a message, a pair has several *lanes*: streams of their own, each with its
 //! own chains, to which both sides give the same part of a large message ([`Lanes`]). A small one takes the first.
 
+mod single;
+
 use core::mem::offset_of;
 
 use crate::block::Block;
 use crate::channel::copy;
 use crate::extent::Extent;
+use crate::gpu::lines;
 use crate::memory::Memory;
+use crate::packet;
 use crate::reduce::{Location, Reducer, Sources};
 use crate::wait::{Site, Stopped, WaitKind, Waiting, reached};
+
+pub use single::{BOARD as SINGLE_BOARD, run_single};
 
 /// Bytes of a slot before its payload.
 pub const HEADER: u64 = 32;
@@ -57,6 +71,19 @@ const FAILED: u64 = 1;
 const REFUSED: u64 = 2;
 /// Status of a rank whose launch was ended by something else: it waited too long, or lost a peer.
 pub const GAVE_UP: u64 = 3;
+
+/// Set in the second word of a slot whose payload lies in lines; below it are the message's kind and, in so many bits, its size.
+const IN_LINES: u64 = 1 << 63;
+const LINES_BITS: u32 = 16;
+/// Bytes at the end of a slot for lines, where there are any.
+pub const LINES_BYTES: u64 = 32 * lines::PAIR;
+/// The most that such a message has: one round of the block's threads.
+const LINES_PAYLOAD: u64 = LINES_BYTES / lines::PAIR * lines::PAIR_PAYLOAD;
+
+/// Slots after which flags of lines may come again; each slot's are cleared once in as many.
+const LINES_LAP: u64 = 1 << 18;
+
+const _: () = assert!(LINES_PAYLOAD < 1 << LINES_BITS);
 
 /// Bytes of an offered message that are copied before others get their turn.
 const PULL: u64 = 1 << 20;
@@ -199,7 +226,7 @@ pub enum State {
 
 /// One send or receive of a launch: a message's part on one lane.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Transfer {
     /// Where the part lies in this rank's buffer.
     pub address: u64,
@@ -256,8 +283,12 @@ pub struct Exchange {
     pub mapped: u64,
     /// Address of a [`Fault`] for each thread block, which says why an exchange ended with [`Stopped::Mismatch`].
     pub faults: u64,
-    /// Bytes of a slot: a multiple of [`LINE`].
+    /// Address of the line of this rank's own stream to itself, on the first lane.
+    pub own: u64,
+    /// Bytes of a slot: a multiple of [`LINE`]; of a line of lines, if it has some, and rings are then aligned to those.
     pub slot_bytes: u64,
+    /// Of those, at its end, for the lines of a small message: [`LINES_BYTES`] or 0.
+    pub lines: u64,
     /// Slots of a ring: a power of two.
     pub slots: u32,
     /// This rank.
@@ -327,7 +358,8 @@ struct Action {
     /// The place of the chain.
     chain: u32,
     lane: u32,
-    reserved: u32,
+    /// Of lines.
+    flag: u32,
     /// Address of the transfer.
     transfer: u64,
     dst: u64,
@@ -348,6 +380,8 @@ enum ActionKind {
     Taken,
     /// Empty a slot.
     Receive,
+    /// Empty the lines of a slot.
+    Unpack,
     /// Copy a part of an offered message.
     Pull,
     /// Reduce a slot of every other rank.
@@ -403,6 +437,14 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
             match action.kind {
                 ActionKind::End => return Ok(()),
                 ActionKind::Reduce => engine.reduce(reducer, &action)?,
+                ActionKind::Unpack => {
+                    let transfer: Transfer = block.memory().read(action.transfer);
+                    let site = transfers.site(WaitKind::Message, transfer.peer, transfer.op);
+                    let (dst, src, bytes) = (action.dst, action.src, action.bytes);
+                    // Of all threads, at the barrier behind it.
+                    let mine = lines::copy_from_lines(block, site, dst, src, bytes, action.flag);
+                    block.sync(mine)?;
+                }
                 _ => copy(block, action.dst, action.src, action.bytes),
             }
             block.sync(Ok(()))?;
@@ -420,7 +462,7 @@ pub unsafe fn run_block<B: Block, R: Reducer>(
 #[inline(always)]
 pub unsafe fn is_abandoned<M: Memory>(memory: &M, exchange: &Exchange) -> bool {
     // SAFETY: the caller's promise.
-    unsafe { memory.load(own_line(memory, exchange) + STATUS) != 0 }
+    unsafe { memory.load(exchange.own + STATUS) != 0 }
 }
 
 /// After `stopped` has ended a block's part of a launch: ends that of the others and the launches behind it, and does what
@@ -437,15 +479,8 @@ pub unsafe fn abandon<M: Memory>(memory: &M, exchange: &Exchange, stopped: Stopp
             give_up(memory, exchange);
         }
         memory.fence();
-        memory.store_release(own_line(memory, exchange) + STATUS, FAILED);
+        memory.store_release(exchange.own + STATUS, FAILED);
     }
-}
-
-/// The line of this rank's own stream to itself.
-#[inline(always)]
-unsafe fn own_line<M: Memory>(memory: &M, exchange: &Exchange) -> u64 {
-    // SAFETY: the caller's promise: the table has an entry for this rank.
-    unsafe { lines(memory, exchange, exchange.rank)[0] }
 }
 
 /// The lines on which `peer`, and this rank to `peer`, reports. Other blocks may be counting beside them.
@@ -499,7 +534,7 @@ impl Action {
         kind: ActionKind::End,
         chain: 0,
         lane: 0,
-        reserved: 0,
+        flag: 0,
         transfer: 0,
         dst: 0,
         src: 0,
@@ -620,7 +655,7 @@ impl<B: Block> Engine<'_, B> {
     /// Bytes of payload in a slot.
     #[inline(always)]
     fn room(&self) -> u64 {
-        self.exchange.slot_bytes - HEADER
+        self.exchange.slot_bytes - self.exchange.lines - HEADER
     }
 
     /// What can be done for a chain, if anything.
@@ -678,10 +713,7 @@ impl<B: Block> Engine<'_, B> {
             let Envelope { bytes, kind } = transfer.envelope;
             let is_offer = transfer.memory != NO_MEMORY && transfer.bytes > self.room();
             if transfer.state == State::New {
-                let [reports, _] = self.lines(transfer.peer);
-                if memory.load(reports + STATUS) != 0 {
-                    self.heed(transfer.op, transfer.peer)?;
-                }
+                self.begin(transfer, &stream)?;
                 let place = u64::from(transfer.memory.wrapping_add(1));
                 let place = if is_offer { place } else { 0 };
                 memory.write(slot + BYTES, bytes);
@@ -703,6 +735,23 @@ impl<B: Block> Engine<'_, B> {
                 },
                 ..action
             }))
+        }
+    }
+
+    /// Before the first slot of a message: whether its receiver has failed.
+    #[inline(always)]
+    unsafe fn begin(&self, transfer: &Transfer, stream: &Outgoing) -> Result<(), Stopped> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            // The first lane's line, which is known already where that is this one.
+            let reports = match transfer.lane {
+                0 => stream.reports,
+                _ => self.lines(transfer.peer)[0],
+            };
+            match self.block.memory().load(reports + STATUS) {
+                0 => Ok(()),
+                _ => self.heed(transfer.op, transfer.peer),
+            }
         }
     }
 
@@ -736,7 +785,17 @@ impl<B: Block> Engine<'_, B> {
                 return Ok(None);
             };
             if transfer.state == State::New {
-                let from = self.open((action.transfer, transfer), transfer.peer, slot)?;
+                let from = self.open(transfer, transfer.peer, slot)?;
+                if from == IN_LINES {
+                    return Ok(Some(Action {
+                        kind: ActionKind::Unpack,
+                        dst,
+                        src: self.lines_of(slot),
+                        bytes: rest,
+                        flag: packet::flag_of(stream.received + 1, rest),
+                        ..action
+                    }));
+                }
                 if from != 0 {
                     memory.write(action.transfer + offset_of!(Transfer, place) as u64, from);
                     memory.write(
@@ -772,7 +831,7 @@ impl<B: Block> Engine<'_, B> {
                         break;
                     };
                     if transfer.state == State::New {
-                        self.open((action.transfer, transfer), peer, slot)?;
+                        self.open(transfer, peer, slot)?;
                     }
                 }
                 peer += 1;
@@ -801,22 +860,34 @@ impl<B: Block> Engine<'_, B> {
         (flag == stream.received + 1).then_some(slot)
     }
 
-    /// Compares the message that begins in `slot` with what was asked for. Returns its address if it is
-    /// offered, or 0.
+    /// Whether a transfer's payload may go in lines.
     #[inline(always)]
-    unsafe fn open(
-        &self,
-        (at, transfer): (u64, &Transfer),
-        peer: u32,
-        slot: u64,
-    ) -> Result<u64, Stopped> {
+    fn takes_lines(&self, transfer: &Transfer) -> bool {
+        let bytes = transfer.envelope.bytes;
+        self.exchange.lines != 0 && bytes <= LINES_PAYLOAD && transfer.bytes == bytes
+    }
+
+    /// The lines of a slot.
+    #[inline(always)]
+    fn lines_of(&self, slot: u64) -> u64 {
+        slot + self.exchange.slot_bytes - self.exchange.lines
+    }
+
+    /// Compares the message that begins in `slot` with what was asked for. Returns its address if it is
+    /// offered, [`IN_LINES`], or 0.
+    #[inline(always)]
+    unsafe fn open(&self, transfer: &Transfer, peer: u32, slot: u64) -> Result<u64, Stopped> {
         let memory = self.block.memory();
         // SAFETY: the slot has arrived.
-        let (bytes, kind) = unsafe {
-            (
-                memory.read::<u64>(slot + BYTES),
-                memory.read::<u64>(slot + KIND),
-            )
+        let bytes: u64 = unsafe { memory.read(slot + BYTES) };
+        let is_in_lines = bytes & IN_LINES != 0;
+        let (bytes, kind) = match is_in_lines {
+            true => (
+                bytes & ((1 << LINES_BITS) - 1),
+                (bytes ^ IN_LINES) >> LINES_BITS,
+            ),
+            // SAFETY: as above.
+            false => (bytes, unsafe { memory.read::<u64>(slot + KIND) }),
         };
         let sent = Envelope {
             bytes,
@@ -826,19 +897,24 @@ impl<B: Block> Engine<'_, B> {
         unsafe {
             if sent == transfer.envelope {
                 match kind >> 32 {
-                    0 => return Ok(0),
-                    number => {
+                    0 if is_in_lines && self.takes_lines(transfer) => {
+                        return Ok(IN_LINES);
+                    }
+                    0 if !is_in_lines => return Ok(0),
+                    number if !is_in_lines => {
                         let place = memory.read(slot + PLACE);
                         if let Some(address) = self.offered(number - 1, peer, place, transfer.bytes)
                         {
                             return Ok(address);
                         }
                     }
+                    _ => {}
                 }
             }
             let (block, exchange, transfers) = (self.block, self.exchange, self.transfers);
+            let (place, wanted) = ((self.index, transfer.op), transfer.envelope);
             Err(refuse(
-                block, exchange, transfers, self.index, at, peer, sent,
+                block, exchange, transfers, place, peer, sent, wanted,
             ))
         }
     }
@@ -895,7 +971,9 @@ impl<B: Block> Engine<'_, B> {
                 }
                 ActionKind::Taken => is_complete = true,
                 ActionKind::Copy => {}
-                ActionKind::Receive => self.take(transfer.lane, transfer.peer, false),
+                ActionKind::Receive | ActionKind::Unpack => {
+                    self.take(transfer.lane, transfer.peer, false);
+                }
                 ActionKind::Pull => {
                     state = State::Offered;
                     // All was copied before, and then the offer still stood.
@@ -949,6 +1027,24 @@ impl<B: Block> Engine<'_, B> {
         }
     }
 
+    /// Clears the lines of the slot that is taken as the `received`-th, if it is time to: nobody else may touch it now.
+    #[inline(always)]
+    unsafe fn scrub(&self, stream: &Incoming, received: u64) {
+        if self.exchange.lines != 0
+            && received % LINES_LAP >= LINES_LAP - u64::from(self.exchange.slots)
+        {
+            let slot = self.slot(stream.ring, received - 1);
+            // SAFETY: the caller's promise.
+            unsafe {
+                scrub(
+                    self.block.memory(),
+                    self.lines_of(slot),
+                    self.exchange.lines,
+                )
+            };
+        }
+    }
+
     /// A slot of `peer`'s was read. Returns slots by the half ring, for each time costs the sender a cache
     /// line; a sender that has no slots left has always been, or will be, given that many.
     #[inline(always)]
@@ -958,6 +1054,7 @@ impl<B: Block> Engine<'_, B> {
         unsafe {
             let (at, stream) = self.incoming(lane, peer);
             let received = stream.received + 1;
+            self.scrub(&stream, received);
             memory.write(at + offset_of!(Incoming, received) as u64, received);
             if now || received - stream.told >= u64::from(self.exchange.slots / 2) {
                 memory.store_release(stream.reports + TAKEN, received);
@@ -1121,23 +1218,21 @@ unsafe fn heed<B: Block>(
     }))
 }
 
-/// Refuses a message of `peer`'s, which is not what the transfer at `at` asks for.
+/// Refuses a message of `peer`'s, which is not what call `op` asks for.
 #[cold]
 #[inline(never)]
 unsafe fn refuse<B: Block>(
     block: &B,
     exchange: &Exchange,
     transfers: &Transfers,
-    index: u32,
-    at: u64,
+    (index, op): (u32, u32),
     peer: u32,
     sent: Envelope,
+    wanted: Envelope,
 ) -> Stopped {
     let memory = block.memory();
     // SAFETY: the caller's promise; the line is this rank's to write.
-    let transfer = unsafe {
-        let transfer: Transfer = memory.read(at);
-        let wanted = transfer.envelope;
+    unsafe {
         let fault = Fault {
             sender: peer,
             receiver: exchange.rank,
@@ -1153,12 +1248,11 @@ unsafe fn refuse<B: Block>(
         memory.store_release(line + STATUS, REFUSED);
         block.wake(peer);
         tell_others(block, exchange, peer, FAILED);
-        transfer
-    };
+    }
     block.refuse(&Waiting {
-        site: transfers.site(WaitKind::Envelope, peer, transfer.op),
+        site: transfers.site(WaitKind::Envelope, peer, op),
         spins: 0,
-        expected: transfer.envelope.bytes,
+        expected: wanted.bytes,
         seen: sent.bytes,
     })
 }
@@ -1181,6 +1275,18 @@ unsafe fn miss<B: Block>(
         expected: 0,
         seen: GAVE_UP,
     })
+}
+
+/// Clears so many bytes of lines.
+#[cold]
+#[inline(never)]
+unsafe fn scrub<M: Memory>(memory: &M, lines: u64, bytes: u64) {
+    let mut at = 0;
+    while at < bytes {
+        // SAFETY: the caller's promise.
+        unsafe { memory.store_pair(lines + at, [0, 0]) };
+        at += 16;
+    }
 }
 
 /// Where a thread block says what did not match.

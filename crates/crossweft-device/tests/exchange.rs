@@ -6,13 +6,13 @@
 mod common;
 
 use std::sync::Mutex;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use common::{HostBlock, Meeting, Random, TellIfPanicking};
 use crossweft_device::exchange::{
-    BOARD, Desk, Direction, Envelope, Exchange, Fault, HEADER, Incoming, LINE, Lanes, Mapped,
-    NO_MEMORY, NONE, Outgoing, State, Streams, Transfer, Transfers, abandon, is_abandoned,
-    run_block, withdraw,
+    BOARD, Desk, Direction, Envelope, Exchange, Fault, HEADER, Incoming, LINE, LINES_BYTES, Lanes,
+    Mapped, NO_MEMORY, NONE, Outgoing, State, Streams, Transfer, Transfers, abandon, is_abandoned,
+    run_block, run_single, withdraw,
 };
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{Block, DataType, Raw, ReduceOp, Stopped, Waiting};
@@ -26,6 +26,7 @@ struct TeamBlock<'a> {
     thread: HostBlock<'a>,
     meeting: &'a Meeting,
     stopped: &'a Mutex<Option<Stopped>>,
+    votes: &'a AtomicU32,
     failed: &'a AtomicBool,
 }
 
@@ -64,24 +65,45 @@ impl Block for TeamBlock<'_> {
     }
 
     fn wake(&self, _peer: u32) {}
+
+    /// The block is one warp.
+    fn warp_any(&self, x: bool) -> bool {
+        self.votes.fetch_add(x.into(), Ordering::SeqCst);
+        self.meeting.wait(self.failed);
+        let any = self.votes.load(Ordering::SeqCst) != 0;
+        // Nobody votes again before all have read, nor reads again before the next votes are in.
+        self.meeting.wait(self.failed);
+        if self.thread() == 0 {
+            self.votes.store(0, Ordering::SeqCst);
+        }
+        self.meeting.wait(self.failed);
+        any
+    }
 }
+
+/// Memory as lines need it.
+#[repr(C, align(128))]
+#[derive(Clone, Copy)]
+struct Aligned([u64; 16]);
 
 /// What a rank has, in words: lines and rings that peers write, then tables of its own.
 struct Rank {
-    shared: Vec<u64>,
+    shared: Vec<Aligned>,
+    /// Of each slot.
+    lines: u64,
     /// For each lane and rank.
     streams: Vec<Streams>,
     mapped: [Mapped; RANKS as usize],
     faults: [Fault; 8],
 }
 
-const RING: u64 = SLOTS * SLOT_BYTES;
-
 impl Rank {
-    fn new(lanes: u32) -> Self {
+    fn new(lanes: u32, lines: u64) -> Self {
         let pairs = lanes * RANKS;
+        let bytes = u64::from(pairs) * (LINE + SLOTS * (SLOT_BYTES + lines));
         Self {
-            shared: vec![0; (u64::from(pairs) * (LINE + RING) / 8) as usize],
+            shared: vec![Aligned([0; 16]); bytes.div_ceil(128) as usize + 1],
+            lines,
             streams: vec![Streams::default(); pairs as usize],
             mapped: Default::default(),
             faults: [Fault::default(); 8],
@@ -94,7 +116,8 @@ impl Rank {
     }
 
     fn ring(&mut self, pair: u32) -> u64 {
-        self.line(self.streams.len() as u32) + u64::from(pair) * RING
+        let first = self.line(self.streams.len() as u32).next_multiple_of(128);
+        first + u64::from(pair) * SLOTS * (SLOT_BYTES + self.lines)
     }
 
     fn exchange(&mut self, rank: u32) -> Exchange {
@@ -102,7 +125,9 @@ impl Rank {
             streams: self.streams.as_mut_ptr() as u64,
             mapped: self.mapped.as_ptr() as u64,
             faults: self.faults.as_mut_ptr() as u64,
-            slot_bytes: SLOT_BYTES,
+            own: self.line(rank),
+            slot_bytes: SLOT_BYTES + self.lines,
+            lines: self.lines,
             slots: SLOTS as u32,
             rank,
             ranks: RANKS,
@@ -114,7 +139,11 @@ impl Rank {
 
 /// Two ranks whose streams are connected.
 fn two_ranks(lanes: u32) -> [Rank; 2] {
-    let mut ranks = [Rank::new(lanes), Rank::new(lanes)];
+    connected([Rank::new(lanes, 0), Rank::new(lanes, 0)], lanes, 0)
+}
+
+/// The same, after so many slots each way.
+fn connected(mut ranks: [Rank; 2], lanes: u32, slots: u64) -> [Rank; 2] {
     for me in 0..RANKS {
         for (lane, peer) in (0..lanes).flat_map(|lane| (0..RANKS).map(move |peer| (lane, peer))) {
             let (there, here) = (lane * RANKS + me, lane * RANKS + peer);
@@ -122,12 +151,14 @@ fn two_ranks(lanes: u32) -> [Rank; 2] {
                 outgoing: Outgoing {
                     ring: ranks[peer as usize].ring(there),
                     reports: ranks[me as usize].line(here),
-                    ..Outgoing::default()
+                    sent: slots,
+                    taken: slots,
                 },
                 incoming: Incoming {
                     ring: ranks[me as usize].ring(here),
                     reports: ranks[peer as usize].line(there),
-                    ..Incoming::default()
+                    received: slots,
+                    told: slots,
                 },
             };
             ranks[me as usize].streams[here as usize] = streams;
@@ -180,11 +211,30 @@ fn table(list: &[Transfer], blocks: u32) -> Transfers {
     }
 }
 
-/// Runs both ranks, each in blocks of threads that share out their chains. What each block brought back.
+/// How a rank runs its list.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// In so many blocks of so many threads, which share out its chains.
+    Chains(u32, u32),
+    /// Each of its transfers in a block of its own, of so many threads.
+    Single(u32),
+}
+
+impl Way {
+    /// Its blocks, for a list of that length, and their threads.
+    fn shape(self, transfers: usize) -> (u32, u32) {
+        match self {
+            Self::Chains(blocks, threads) => (blocks, threads),
+            Self::Single(threads) => (transfers as u32, threads),
+        }
+    }
+}
+
+/// Runs both ranks, each in its way. What each thread brought back.
 fn outcomes(
     ranks: &mut [Rank; 2],
     lists: &[Vec<Transfer>; 2],
-    (blocks, threads): (u32, u32),
+    ways: [Way; 2],
 ) -> Vec<Result<(), Stopped>> {
     let failed = AtomicBool::new(false);
     let results = Mutex::new(Vec::new());
@@ -193,10 +243,15 @@ fn outcomes(
         .zip(ranks)
         .map(|(me, rank)| rank.exchange(me))
         .collect();
+    let teams = (0..2).flat_map(|rank: usize| {
+        let (blocks, threads) = ways[rank].shape(lists[rank].len());
+        (0..blocks).map(move |index| (rank, index, threads, blocks))
+    });
+    let teams: Vec<_> = teams.collect();
     // Each block has its own chains, and its board.
-    let mut desks: Vec<_> = (0..2 * blocks)
-        .map(|team| {
-            let (rank, index) = ((team / blocks) as usize, team % blocks);
+    let mut desks: Vec<_> = teams
+        .iter()
+        .map(|&(rank, index, _, blocks)| {
             let (begin, count) = table(&lists[rank], blocks).share(index);
             let own = lists[rank][begin as usize..][..count as usize].to_vec();
             (own, [0_u64; BOARD as usize / 8])
@@ -209,22 +264,23 @@ fn outcomes(
             board: board.as_mut_ptr() as u64,
         })
         .collect();
-    let meetings: Vec<_> = (0..2 * blocks)
-        .map(|_| Meeting {
-            parties: threads.into(),
-            arrived: 0.into(),
-        })
+    let meetings = teams.iter().map(|&(_, _, threads, _)| Meeting {
+        parties: threads.into(),
+        arrived: 0.into(),
+    });
+    let meetings: Vec<_> = meetings.collect();
+    let stops: Vec<_> = teams
+        .iter()
+        .map(|_| (Mutex::new(None), AtomicU32::new(0)))
         .collect();
-    let stops: Vec<_> = (0..2 * blocks).map(|_| Mutex::new(None)).collect();
     std::thread::scope(|scope| {
-        for team in 0..2 * blocks {
+        for (team, &(rank, index, threads, blocks)) in teams.iter().enumerate() {
             for thread in 0..threads {
-                let (rank, index) = ((team / blocks) as usize, team % blocks);
                 let (exchange, table) = (&exchanges[rank], table(&lists[rank], blocks));
+                let own = lists[rank][index as usize % lists[rank].len().max(1)..].first();
                 let results = &results;
-                let (failed, reducer, desk) = (&failed, &reducer, desks[team as usize]);
-                let meeting = &meetings[team as usize];
-                let stopped = &stops[team as usize];
+                let (failed, reducer, desk) = (&failed, &reducer, desks[team]);
+                let (meeting, (stopped, votes)) = (&meetings[team], &stops[team]);
                 scope.spawn(move || {
                     let _tell = TellIfPanicking(failed);
                     let block = TeamBlock {
@@ -236,11 +292,18 @@ fn outcomes(
                         },
                         meeting,
                         stopped,
+                        votes,
                         failed,
                     };
                     // SAFETY: tables and buffers live until all have ended, and each rank has its own.
-                    let result =
-                        unsafe { run_block(&block, reducer, exchange, &table, index, desk) };
+                    let result = unsafe {
+                        match (ways[rank], own) {
+                            (Way::Single(_), Some(own)) => {
+                                run_single(&block, exchange, &table, index, own, desk.board)
+                            }
+                            _ => run_block(&block, reducer, exchange, &table, index, desk),
+                        }
+                    };
                     if let (0, Err(stopped)) = (thread, result) {
                         // SAFETY: as above; as a kernel does it.
                         unsafe { abandon(&Raw, exchange, stopped) };
@@ -254,9 +317,20 @@ fn outcomes(
 }
 
 /// The same, of what must go well.
-fn run(ranks: &mut [Rank; 2], lists: &[Vec<Transfer>; 2], (blocks, threads): (u32, u32)) {
-    let results = outcomes(ranks, lists, (blocks, threads));
-    assert_eq!(results, vec![Ok(()); (2 * blocks * threads) as usize]);
+fn run(ranks: &mut [Rank; 2], lists: &[Vec<Transfer>; 2], ways: [Way; 2]) {
+    let results = outcomes(ranks, lists, ways);
+    assert!(results.iter().all(Result::is_ok), "{ways:?}: {results:?}");
+}
+
+/// Both ranks in the same way, and, where transfers each have a stream of their own, one or both in the other.
+fn ways(blocks: u32, threads: u32) -> [[Way; 2]; 4] {
+    let (chains, single) = (Way::Chains(blocks, threads), Way::Single(threads));
+    [
+        [chains, chains],
+        [single, single],
+        [single, chains],
+        [chains, single],
+    ]
 }
 
 #[test]
@@ -290,11 +364,60 @@ fn threads_blocks_and_lanes_share_the_work() {
                 lists[from as usize].extend(spread(send, lanes));
                 lists[to as usize].extend(spread(receive, lanes));
             }
-            run(&mut ranks, &lists, (blocks, threads));
-            assert!(
-                got == sent,
-                "{blocks} blocks of {threads} threads, {lanes:?}"
-            );
+            for ways in ways(blocks, threads) {
+                got.iter_mut().for_each(|got| got.fill(0));
+                run(&mut ranks, &lists, ways);
+                assert!(got == sent, "{ways:?}, {lanes:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn small_messages_go_in_lines_to_either_kind_of_receiver() {
+    let mut random = Random(5);
+    // At the beginning, and where the lines of each slot are cleared.
+    for slots in [0, (1 << 18) - 4] {
+        let ranks = [Rank::new(1, LINES_BYTES), Rank::new(1, LINES_BYTES)];
+        let mut ranks = connected(ranks, 1, slots);
+        let (single, chains) = (Way::Single(8), Way::Chains(1, 8));
+        // Who sends in chains sends in slots; 7681 bytes are too many for lines.
+        for ways in [[single; 2], [single, chains], [chains, single]] {
+            for bytes in [1, 0, 17, 239, 240, 241, 4001, 7680, 7681] {
+                let sent = random.bytes(bytes);
+                let mut got = vec![0; bytes];
+                let bytes = bytes as u64;
+                let lists = [
+                    vec![transfer(Direction::Send, 1, sent.as_ptr() as u64, bytes)],
+                    vec![transfer(
+                        Direction::Receive,
+                        0,
+                        got.as_mut_ptr() as u64,
+                        bytes,
+                    )],
+                ];
+                run(&mut ranks, &lists, ways);
+                assert!(got == sent, "{ways:?}, {bytes} bytes after {slots}");
+            }
+        }
+        // One of another size is told, whichever way it was to come.
+        for wanted in [10, 1000, 100_000] {
+            let ranks = [Rank::new(1, LINES_BYTES), Rank::new(1, LINES_BYTES)];
+            let mut ranks = connected(ranks, 1, slots);
+            let (sent, mut got) = (random.bytes(999), vec![0; wanted]);
+            let lists = [
+                vec![transfer(Direction::Send, 1, sent.as_ptr() as u64, 999)],
+                vec![transfer(
+                    Direction::Receive,
+                    0,
+                    got.as_mut_ptr() as u64,
+                    wanted as u64,
+                )],
+            ];
+            let results = outcomes(&mut ranks, &lists, [single; 2]);
+            assert!(results.contains(&Err(Stopped::Mismatch)), "{results:?}");
+            let fault = ranks[1].faults[0];
+            assert_eq!((fault.sent.bytes, fault.wanted.bytes), (999, wanted as u64));
         }
     }
 }
@@ -312,8 +435,11 @@ fn what_lies_here_is_copied_beside_messages() {
             data.len() as u64,
         );
         copy.place = data.as_ptr() as u64;
-        run(&mut ranks, &[vec![copy], vec![]], (1, threads));
-        assert!(got == data);
+        for way in [Way::Chains(1, threads), Way::Single(threads)] {
+            got.fill(0);
+            run(&mut ranks, &[vec![copy], vec![]], [way; 2]);
+            assert!(got == data);
+        }
     }
 }
 
@@ -325,7 +451,7 @@ fn messages_that_differ_end_all_blocks_of_both_ranks() {
     };
     // Whatever lanes they take, and whichever block finds it.
     for (sent, wanted) in [(1000, 10), (10, 1000), (1000, 200), (399, 400)] {
-        for (blocks, threads) in [(1, 2), (2, 1), (4, 2)] {
+        for ways in ways(1, 2).into_iter().chain(ways(2, 1)).chain(ways(4, 2)) {
             let mut ranks = two_ranks(lanes.count);
             let data = Random(2).bytes(sent);
             let mut got = vec![0; wanted];
@@ -338,10 +464,10 @@ fn messages_that_differ_end_all_blocks_of_both_ranks() {
                 spread(send, lanes).chain([more]).collect(),
                 spread(receive, lanes).collect(),
             ];
-            let results = outcomes(&mut ranks, &lists, (blocks, threads));
+            let results = outcomes(&mut ranks, &lists, ways);
             assert!(
                 results.contains(&Err(Stopped::Mismatch)),
-                "{sent} and {wanted}: {results:?}"
+                "{sent} and {wanted}, {ways:?}: {results:?}"
             );
             let envelopes: Vec<_> = ranks
                 .iter()
@@ -354,7 +480,7 @@ fn messages_that_differ_end_all_blocks_of_both_ranks() {
                 })
                 .collect();
             let expected = Some((sent as u64, wanted as u64));
-            assert_eq!(envelopes, [expected, expected], "{blocks} blocks");
+            assert_eq!(envelopes, [expected, expected], "{ways:?}");
             for (me, rank) in (0..).zip(&mut ranks) {
                 let exchange = rank.exchange(me);
                 // SAFETY: all has ended.
@@ -382,7 +508,7 @@ fn threads_reduce_and_pull_together() {
             reduce.place = at(me);
             vec![send, reduce]
         });
-        run(&mut ranks, &lists, (1, threads));
+        run(&mut ranks, &lists, [Way::Chains(1, threads); 2]);
         let sums: Vec<u32> = (0..500).map(|i| 2 * i + 1000).collect();
         assert!(output.concat() == sums, "{threads} threads");
 
@@ -397,8 +523,11 @@ fn threads_reduce_and_pull_together() {
         let mut offer = transfer(Direction::Send, 1, data.as_ptr() as u64 + 8, bytes);
         (offer.memory, offer.place) = (0, 8);
         let receive = transfer(Direction::Receive, 0, got.as_mut_ptr() as u64, bytes);
-        run(&mut ranks, &[vec![offer], vec![receive]], (1, threads));
-        assert!(got == data[8..], "{threads} threads");
+        for ways in ways(1, threads) {
+            got.fill(0);
+            run(&mut ranks, &[vec![offer], vec![receive]], ways);
+            assert!(got == data[8..], "{ways:?}");
+        }
     }
 }
 
@@ -406,8 +535,8 @@ fn threads_reduce_and_pull_together() {
 fn take_offer(
     ranks: &mut [Rank; 2],
     data: &[u8],
-    number: u32,
-    place: u64,
+    (number, place): (u32, u64),
+    is_single: bool,
 ) -> (Result<(), Stopped>, [u8; 48]) {
     ranks[0].mapped[1] = Mapped {
         address: data.as_ptr() as u64,
@@ -425,24 +554,39 @@ fn take_offer(
         chains: list.as_mut_ptr() as u64,
         board: 0,
     };
-    let table = table(&list, 1);
+    let (table, mut board) = (table(&list, 1), [0_u64; 2]);
     let reducer = HostReducer::new(DataType::U8, ReduceOp::Sum);
     // SAFETY: tables and buffers live here, and nobody else uses them.
-    let result = unsafe { run_block(&HostBlock::NO_WAIT, &reducer, &exchange, &table, 0, desk) };
+    let result = unsafe {
+        let block = HostBlock::NO_WAIT;
+        match is_single {
+            true => run_single(
+                &block,
+                &exchange,
+                &table,
+                0,
+                &list[0],
+                board.as_mut_ptr() as u64,
+            ),
+            false => run_block(&block, &reducer, &exchange, &table, 0, desk),
+        }
+    };
     (result, got)
 }
 
 #[test]
 fn an_offer_that_was_withdrawn_is_not_taken() {
-    let mut ranks = two_ranks(1);
-    let exchange = ranks[1].exchange(1);
-    // SAFETY: nothing is under way.
-    unsafe { withdraw(&Raw, &exchange) };
-    let (result, _) = take_offer(&mut ranks, &[7; 64], 1, 0);
-    assert_eq!(result, Err(Stopped::Mismatch));
-    // The slot is not returned: the sender hears of nothing that was received.
-    // SAFETY: the first word of the line on which rank 0 reports.
-    assert_eq!(unsafe { (ranks[1].line(0) as *const u64).read() }, 0);
+    for is_single in [false, true] {
+        let mut ranks = two_ranks(1);
+        let exchange = ranks[1].exchange(1);
+        // SAFETY: nothing is under way.
+        unsafe { withdraw(&Raw, &exchange) };
+        let (result, _) = take_offer(&mut ranks, &[7; 64], (1, 0), is_single);
+        assert_eq!(result, Err(Stopped::Mismatch));
+        // The slot is not returned: the sender hears of nothing that was received.
+        // SAFETY: the first word of the line on which rank 0 reports.
+        assert_eq!(unsafe { (ranks[1].line(0) as *const u64).read() }, 0);
+    }
 }
 
 #[test]
@@ -458,14 +602,16 @@ fn an_offer_of_memory_that_is_not_there_is_refused() {
         (2, 0, false),
         (u32::MAX, 0, false),
     ] {
-        let mut ranks = two_ranks(1);
-        let (result, got) = take_offer(&mut ranks, &data, number, place);
-        if is_right {
-            assert_eq!((result, got), (Ok(()), [7; 48]));
-        } else {
-            assert_eq!((result, got), (Err(Stopped::Mismatch), [0; 48]));
-            let fault = ranks[0].faults[0];
-            assert_eq!((fault.sender, fault.receiver), (1, 0));
+        for is_single in [false, true] {
+            let mut ranks = two_ranks(1);
+            let (result, got) = take_offer(&mut ranks, &data, (number, place), is_single);
+            if is_right {
+                assert_eq!((result, got), (Ok(()), [7; 48]));
+            } else {
+                assert_eq!((result, got), (Err(Stopped::Mismatch), [0; 48]));
+                let fault = ranks[0].faults[0];
+                assert_eq!((fault.sender, fault.receiver), (1, 0));
+            }
         }
     }
 }

@@ -1132,6 +1132,8 @@ struct Pair {
     /// Words of each message from rank 0 to rank 1, and of each the other way.
     messages: [&'static [u64]; 2],
     offered: bool,
+    /// Whether each rank has one message, of which a block of its own takes care.
+    single: bool,
 }
 
 /// Words of a transfer.
@@ -1251,7 +1253,9 @@ impl Pair {
             streams: own(STREAMS),
             mapped: own(MAPPED),
             faults: own(FAULT),
+            own: self.line(me),
             slot_bytes: SLOT_WORDS * 8,
+            lines: 0,
             slots: self.slots as u32,
             rank: me as u32,
             ranks: 2,
@@ -1272,7 +1276,14 @@ impl Pair {
         };
         let block = LoomBlock::new(memory);
         // SAFETY: as above; each rank has its own tables and buffers.
-        unsafe { exchange::run_block(&block, &LoomReducer, &exchange, &transfers, 0, desk)? };
+        unsafe {
+            if self.single {
+                let (transfer, board) = (memory.read(own(TRANSFERS)), own(CHAINS));
+                exchange::run_single(&block, &exchange, &transfers, 0, &transfer, board)?;
+            } else {
+                exchange::run_block(&block, &LoomReducer, &exchange, &transfers, 0, desk)?;
+            }
+        }
         for (address, index, words) in received {
             for word in 0..words {
                 let value = Self::value(peer, index, word);
@@ -1315,6 +1326,7 @@ fn messages_go_round_a_ring_of_slots() {
         slots: 2,
         messages,
         offered: false,
+        single: false,
     }
     .model(None, nowhere);
 }
@@ -1326,6 +1338,7 @@ fn messages_larger_than_the_ring_both_ways() {
         slots: 1,
         messages,
         offered: false,
+        single: false,
     }
     .model(Some(2), nowhere);
 }
@@ -1337,8 +1350,49 @@ fn an_offered_message_is_read_before_its_buffer_changes() {
         slots: 2,
         messages,
         offered: true,
+        single: false,
     }
     .model(None, nowhere);
+}
+
+#[test]
+fn a_message_with_a_block_of_its_own_goes_through_slots_or_is_offered() {
+    for (slots, offered) in [(1, false), (2, false), (1, true)] {
+        let messages: [&[u64]; 2] = [&[2], &[]];
+        Pair {
+            slots,
+            messages,
+            offered,
+            single: true,
+        }
+        .model(None, nowhere);
+    }
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_a_block_of_its_own_publishes_nothing_by_a_relaxed_flag() {
+    let messages: [&[u64]; 2] = [&[1], &[]];
+    Pair {
+        slots: 1,
+        messages,
+        offered: false,
+        single: true,
+    }
+    .model(None, |pair| pair.ring(1)..pair.ring(1) + 8);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn broken_a_block_of_its_own_gives_a_slot_back_without_order() {
+    let messages: [&[u64]; 2] = [&[2], &[]];
+    Pair {
+        slots: 1,
+        messages,
+        offered: false,
+        single: true,
+    }
+    .model(None, |pair| pair.line(0)..pair.line(0) + 8);
 }
 
 #[test]
@@ -1349,6 +1403,7 @@ fn broken_a_relaxed_flag_publishes_no_message() {
         slots: 1,
         messages,
         offered: false,
+        single: false,
     }
     .model(None, |pair| pair.ring(1)..pair.ring(1) + 8);
 }
@@ -1361,6 +1416,7 @@ fn broken_a_slot_given_back_without_order() {
         slots: 1,
         messages,
         offered: false,
+        single: false,
     }
     .model(None, |pair| pair.line(0)..pair.line(0) + 8);
 }
@@ -1373,6 +1429,7 @@ fn broken_an_offer_given_back_without_order() {
         slots: 1,
         messages,
         offered: true,
+        single: false,
     }
     .model(None, |pair| pair.line(0)..pair.line(0) + 8);
 }
@@ -1385,6 +1442,7 @@ fn a_refusal_is_heard_by_the_sender_with_both_sizes() {
             slots: 1,
             messages: [words, &[]],
             offered: false,
+            single: false,
         };
         let memory = Rc::new(pair(&[2]).memory());
         let there = {

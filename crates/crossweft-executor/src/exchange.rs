@@ -17,14 +17,16 @@ use crossweft_channel::{
     ChannelError, Endpoint, Guard, Image, ImageBuilder, RegisteredMemory, StopCause,
 };
 use crossweft_device::exchange::{
-    Desk, Direction, Envelope, Exchange as Program, Fault, GAVE_UP, Incoming, LINE, Lanes, Mapped,
-    NO_MEMORY, Outgoing, Streams, Transfers, give_up, run_block, withdraw,
+    Desk, Direction, Envelope, Exchange as Program, Fault, GAVE_UP, Incoming, LINE, LINES_BYTES,
+    Lanes, Mapped, NO_MEMORY, Outgoing, Streams, Transfers, give_up, run_block, withdraw,
 };
+use crossweft_device::gpu::lines;
 use crossweft_device::memory::Memory as _;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, Raw, ReduceOp, Stopped, WaitKind};
 use crossweft_hal::cpu::{Grid, Interrupted, Schedule, reducer};
 use crossweft_hal::{Device, HalError, Memory, cuda as hal};
+use crossweft_kernels::Message;
 use smallvec::SmallVec;
 
 use crate::turn::Turn;
@@ -38,7 +40,8 @@ pub struct ExchangeOptions {
     /// Slots of each pair's ring: a power of two. As many small messages of a pair, or pieces of a large one,
     /// may be under way.
     pub slots: u32,
-    /// Bytes of a slot: a multiple of 64, at least 128. Each rank has a ring for every rank.
+    /// Bytes of a slot: a multiple of 64, at least 128. Each rank has a ring for every rank. On GPUs that keep lines whole, slots
+    /// are 8 KiB larger than that, for small messages.
     pub slot_bytes: u64,
     /// Rings of each pair. A large message is spread over them, for as many thread blocks: one on the CPU.
     pub lanes: u32,
@@ -51,7 +54,11 @@ pub struct ExchangeOptions {
 }
 
 /// Bytes of a message for each lane that it takes beyond the first.
-const LANE_STEP: u64 = 128 << 10;
+const LANE_STEP: u64 = 32 << 10;
+/// Lanes of a pair on GPUs: a thread block of each is sent by, and one received by, on a device of some 130 multiprocessors.
+const MOST_LANES: u32 = 64;
+/// Fewer between more ranks, to which a rank's messages are spread as well: about so many rings of a rank.
+const RINGS: u32 = 256;
 
 impl ExchangeOptions {
     /// The usual rings of the CPU: 16 slots of 16 KiB for each pair.
@@ -68,16 +75,17 @@ impl ExchangeOptions {
         }
     }
 
-    /// The usual rings of a device: on a GPU 8 lanes of 8 slots of 64 KiB for each pair.
+    /// The usual rings of a job: on GPUs 64 lanes of 8 slots of 64 KiB for each pair, fewer lanes where there are more than
+    /// four ranks.
     #[must_use]
-    pub fn usual(device: &Device, limit: Duration) -> Self {
+    pub fn usual(endpoint: &Endpoint, limit: Duration) -> Self {
         let of_cpu = Self::new(limit);
-        match device {
+        match endpoint.device() {
             Device::Cpu => of_cpu,
             _ => Self {
                 slots: 8,
-                slot_bytes: (64 << 10) + LINE,
-                lanes: 8,
+                slot_bytes: (64 << 10) + lines::LINE,
+                lanes: (RINGS / endpoint.world_size().max(1)).clamp(8, MOST_LANES),
                 ..of_cpu
             },
         }
@@ -353,6 +361,21 @@ impl Request {
             kind: self.kind.number(),
         }
     }
+
+    /// Call `op` of a group on so many lanes, whose thread blocks begin at `first`.
+    fn message(&self, (first, lanes): (u32, u32), op: u32) -> Message {
+        Message {
+            address: self.address,
+            place: self.place,
+            envelope: self.envelope(),
+            peer: self.peer,
+            direction: self.direction,
+            memory: self.memory,
+            first,
+            lanes,
+            op,
+        }
+    }
 }
 
 /// `receive 2 of the group, 64 bytes of f32 from rank 1`.
@@ -400,9 +423,10 @@ impl<'a> Messages<'a> {
         let Some(place) = self.source(&source) else {
             return self;
         };
-        // A reduction looks for its messages in slots.
-        let is_slotted =
-            peer == self.exchange.rank() || matches!(kind.purpose, Purpose::ReduceScatter(_));
+        // A reduction looks for its messages in slots; and between GPUs, slots are written faster than memory is read.
+        let is_slotted = peer == self.exchange.rank()
+            || matches!(kind.purpose, Purpose::ReduceScatter(_))
+            || !self.exchange.reads_well;
         let (memory, at) = match place.offered {
             Some(offered) if !is_slotted => offered,
             _ => (NO_MEMORY, 0),
@@ -668,6 +692,8 @@ pub struct Exchange {
     program: Program,
     // First of what launches use: it waits for them when it is dropped.
     machine: Machine,
+    /// Whether receivers had better copy large messages themselves: on CPUs, and where all share a GPU.
+    reads_well: bool,
     poisoned: AtomicBool,
     limit: Duration,
     memories: Vec<Arc<RegisteredMemory>>,
@@ -737,7 +763,16 @@ impl Exchange {
         };
         let pairs = lanes.checked_mul(ranks).filter(|_| lanes > 0);
         let pairs = pairs.ok_or_else(too_much)?;
-        let lines = u64::from(pairs) * LINE;
+        // Which are aligned to themselves, as are the rings then.
+        let (of_lines, unit) = match endpoint.keeps_lines() {
+            true => (LINES_BYTES, lines::LINE),
+            false => (0, LINE),
+        };
+        let slot_bytes = slot_bytes
+            .checked_add(of_lines)
+            .and_then(|bytes| bytes.checked_next_multiple_of(unit));
+        let slot_bytes = slot_bytes.ok_or_else(too_much)?;
+        let lines = (u64::from(pairs) * LINE).next_multiple_of(unit);
         let ring = u64::from(slots).checked_mul(slot_bytes);
         let bytes = ring
             .and_then(|ring| ring.checked_mul(pairs.into()))
@@ -787,8 +822,8 @@ impl Exchange {
             // Launches that are waited for borrow a stream; each rank holds one until all have come, as for plans.
             let (machine, stream) = match device {
                 Device::Cuda(context) => {
-                    let sharers = endpoint.sharers();
-                    let launcher = Launcher::new(context, layout, sharers, &reduces, limit)
+                    let share = (endpoint.sharers(), endpoint.waiting_blocks());
+                    let launcher = Launcher::new(context, layout, share, &reduces, limit)
                         .map_err(HalError::from)?;
                     let stream = launcher.stream().map_err(HalError::from)?;
                     (Machine::Cuda(Box::new(launcher)), Some(stream))
@@ -810,7 +845,9 @@ impl Exchange {
                 Machine::Cpu(_) => image.addr(fault),
                 Machine::Cuda(launcher) => launcher.faults(),
             },
+            own: own + u64::from(rank) * LINE,
             slot_bytes,
+            lines: of_lines,
             slots,
             rank,
             ranks,
@@ -821,6 +858,7 @@ impl Exchange {
             endpoint: Arc::clone(endpoint),
             program,
             machine,
+            reads_well: matches!(device, Device::Cpu) || endpoint.sharers() == ranks,
             poisoned: AtomicBool::new(false),
             limit,
             memories,

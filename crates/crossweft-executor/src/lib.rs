@@ -8,12 +8,14 @@
 //! [`Staged`] takes buffers anywhere, through registered memory where the plan asks for it.
 //!
 //! [`Exchange`] is for messages between pairs of ranks that no plan knows beforehand; [`OneSided`] for what needs
-//! no call of the peer.
+//! no call of the peer; [`Primitives`] for measuring
+//! what all of them rest on.
 //!
 //! [`compile`] has what a GPU runs compiled beforehand.
 //!
 //! `unsafe` is confined to the modules `launch` and `exchange`, which hand tables to the device code, `cuda` and
-//! `staged` and `norm`, which do so on a GPU, `one_sided`, `pre_multiply`, and `turn`.
+//! `staged` and `norm`, which do so on a GPU, `one_sided`, `pre_multiply`,
+//! `primitives`, and `turn`.
 #![deny(missing_docs, unsafe_code)]
 
 mod common;
@@ -27,6 +29,7 @@ mod norm;
 mod one_sided;
 mod pre_multiply;
 mod prepared;
+mod primitives;
 mod staged;
 mod tables;
 mod turn;
@@ -44,4 +47,5 @@ pub use norm::{Behind, NormBuffers, NormScales, TokenNorm, Tokens};
 pub use one_sided::OneSided;
 pub use pre_multiply::Scalar;
 pub use prepared::{Buffers, Options, Prepared};
+pub use primitives::{Echo, MOST, MOST_PACKETS, Mover, Primitives};
 pub use staged::{Stage, Staged};

@@ -24,9 +24,9 @@ mod part;
 
 use crossweft_device::DataType;
 pub use crossweft_device::gpu::{
-    ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, MAX_OPERANDS, Norm, OneShot,
-    OneShotLaunch, OneShotNorm, OneShotScatter, PlanLaunch, Quantisation, Scale, SignalLaunch,
-    StatusRecord, TwoShot,
+    ECHO_WARMUP, EchoLaunch, ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MESSAGES,
+    MAX_MOVES, MAX_OPERANDS, Message, MessagesLaunch, Norm, OneShot, OneShotLaunch, OneShotNorm,
+    OneShotScatter, PlanLaunch, Quantisation, Scale, SignalLaunch, StatusRecord, TwoShot,
 };
 
 pub use named::{mangled, named};
@@ -190,7 +190,7 @@ macro_rules! modules {
                 family: EXCHANGE,
                 sm: 80,
                 ptx: include_str!("../../../kernels/ptx/exchange.sm_80.ptx"),
-                entries: &[EXCHANGE_ENTRY, SIGNAL_ENTRY],
+                entries: &[EXCHANGE_ENTRY, MESSAGES_ENTRY, SIGNAL_ENTRY],
                 threads: MAX_THREADS,
             },
             $(Module {
@@ -288,7 +288,10 @@ const EXCHANGE: &str = "exchange";
 /// Entry point of that module.
 const EXCHANGE_ENTRY: &str = "crossweft_exchange";
 
-/// The other one.
+/// The one whose thread blocks have one transfer each.
+const MESSAGES_ENTRY: &str = "crossweft_messages";
+
+/// The one that signals.
 const SIGNAL_ENTRY: &str = "crossweft_signal";
 
 /// Name of the module that multiplies elements.
@@ -384,6 +387,13 @@ pub fn exchange_module(
         .filter(|module| module.entries.contains(&entry) && module.sm <= sm)
         .max_by_key(|module| module.sm)?;
     Some((module, entry))
+}
+
+/// The module whose entry point gives every transfer of an exchange a thread block, and that entry point: it takes a
+/// [`MessagesLaunch`] by value; the grid has a block for each lane of each message.
+#[must_use]
+pub fn messages_module(sm: u32) -> Option<(&'static Module, &'static str)> {
+    Some((find(EXCHANGE, sm)?, MESSAGES_ENTRY))
 }
 
 /// The module whose entry point waits for signals of a peer and signals it, and that entry point: it takes a
@@ -576,8 +586,34 @@ pub mod bench {
     /// The kernel of `examples/custom-kernel-rust`: `channels, launch, rank: u32, limit`.
     pub const EXCHANGE_ADD: &str = "crossweft_exchange_add";
 
+    /// These take an [`EchoLaunch`](crate::EchoLaunch) by value, in a grid of one block. A word, stored and looked at without
+    /// order.
+    pub const ECHO_RELAXED: &str = "crossweft_echo_relaxed";
+    /// A word, stored with release and looked at with acquire.
+    pub const ECHO_ACQUIRE: &str = "crossweft_echo_acquire";
+    /// Data, put by the block, then a signal, which is waited for.
+    pub const ECHO_PUT: &str = "crossweft_echo_put";
+    /// Packets of 8 bytes, a store each.
+    pub const ECHO_PACKETS8: &str = "crossweft_echo_packets8";
+    /// Packets in pairs, 16 bytes a store.
+    pub const ECHO_PACKETS16: &str = "crossweft_echo_packets16";
+    /// Lines: 128 bytes a store of a warp.
+    pub const ECHO_LINES: &str = "crossweft_echo_lines";
+    /// Data that the block gets from the other side, without its help: side 0 alone.
+    pub const ECHO_GET: &str = "crossweft_echo_get";
+    /// Data with a signal, by a proxy.
+    pub const ECHO_PORT: &str = "crossweft_echo_port";
+
     /// Every one of them.
-    pub(crate) const ALL: [&str; 10] = [
+    pub(crate) const ALL: [&str; 18] = [
+        ECHO_RELAXED,
+        ECHO_ACQUIRE,
+        ECHO_PUT,
+        ECHO_PACKETS8,
+        ECHO_PACKETS16,
+        ECHO_LINES,
+        ECHO_GET,
+        ECHO_PORT,
         COPY,
         ADD_BF16,
         EXCHANGE_PACKETS_BF16,
@@ -677,8 +713,10 @@ mod tests {
             assert!(hops.ptx.contains(&parameter), "{parameter}");
         }
         let (exchange, signal) = (exchange_module(None, 80), signal_module(80));
+        let messages = messages_module(80);
         for (found, bytes) in [
             (exchange, size_of::<ExchangeLaunch>()),
+            (messages, size_of::<MessagesLaunch>()),
             (signal, size_of::<SignalLaunch>()),
         ] {
             let (module, entry) = found.expect("a module");

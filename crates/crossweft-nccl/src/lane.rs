@@ -16,7 +16,7 @@ use crossweft_channel::Endpoint;
 use crossweft_collective::{CollectiveError, Communicator, PreparedCollective};
 use crossweft_executor::{Prepared, RawBuffers, Region};
 use crossweft_hal::Device;
-use crossweft_hal::cuda::{Context, CudaError, Event, PrivateMemory, Stream};
+use crossweft_hal::cuda::{Context, CudaError, DeviceMemory, Event, MemoryOptions, Stream};
 use crossweft_net::PeerState;
 
 use crate::call::{Buffers, CollectiveCall};
@@ -45,9 +45,9 @@ pub(crate) struct Lane {
     /// Behind the last launch that was recorded, and the number of that capture.
     recorded: (Event, Option<u64>),
     /// Where launches that run copy to, one after another.
-    aside: Option<PrivateMemory>,
+    aside: Option<DeviceMemory>,
     /// Where recorded ones do.
-    kept: Vec<PrivateMemory>,
+    kept: Vec<DeviceMemory>,
     notes: Arc<Notes>,
     watch: Arc<Watch>,
     /// Ends the watch's thread when it is dropped.
@@ -296,18 +296,22 @@ impl Lane {
             ranges.push((source.range(), bytes));
             bytes += (source.len() as u64).next_multiple_of(ALIGNMENT);
         }
-        let enough = |memory: &PrivateMemory| memory.bytes() >= bytes;
+        let enough = |memory: &DeviceMemory| memory.bytes() >= bytes;
         if bytes > 0 && !self.aside.as_ref().is_some_and(enough) {
             self.settle(Instant::now() + self.limit)?;
             let before = self.aside.take();
             let allocate = || {
                 drop(before);
                 let bytes = bytes.checked_next_power_of_two().unwrap_or(bytes);
-                Ok(PrivateMemory::allocate(&self.context, bytes)?)
+                Ok(DeviceMemory::allocate(
+                    &self.context,
+                    bytes,
+                    &MemoryOptions::default(),
+                )?)
             };
             self.aside = Some(self.relaxed(allocate)?);
         }
-        let to = self.aside.as_ref().map_or(0, PrivateMemory::address);
+        let to = self.aside.as_ref().map_or(0, DeviceMemory::address);
         Ok(Copies { ranges, to })
     }
 
@@ -319,7 +323,7 @@ impl Lane {
     }
 
     /// All room for copies, for whoever sees to it that nothing runs any more.
-    pub(crate) fn take_room(&mut self) -> Vec<PrivateMemory> {
+    pub(crate) fn take_room(&mut self) -> Vec<DeviceMemory> {
         let mut room = std::mem::take(&mut self.kept);
         room.extend(self.aside.take());
         room

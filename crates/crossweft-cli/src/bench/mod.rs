@@ -5,6 +5,7 @@
 //! * [`report`]: tables and JSON; [`printer`] prints them.
 //! * [`plot`]: a picture of the same.
 //! * [`moe`]: the same for dispatch and combine of a mixture of experts.
+//! * [`primitives`]: what they are made of, between two GPUs.
 
 mod fused;
 mod measure;
@@ -13,6 +14,7 @@ mod messages;
 mod moe;
 mod options;
 mod plot;
+mod primitives;
 mod printer;
 mod report;
 
@@ -59,6 +61,8 @@ pub(crate) enum Command {
     AllReduceRmsNorm(options::Normalising),
     /// Dispatch and combine of a mixture of experts.
     Moe(moe::Moe),
+    /// What all of them are made of, between two GPUs: flags, signals, packets, copies, proxies, launches.
+    Primitives(primitives::Options),
 }
 
 impl Command {
@@ -102,6 +106,7 @@ impl Command {
             },
             Self::Reduce(o) => reduces(Collective::Reduce { root: o.root }, o.op, o.common),
             Self::Moe(options) => return moe::run(&options),
+            Self::Primitives(options) => return primitives::run(&options),
         };
         run(&options)
     }

@@ -18,6 +18,16 @@ pub unsafe fn copy<B: Block>(block: &B, dst: u64, src: u64, bytes: u64) {
     unsafe { copy_part(block.thread(), block.threads(), dst, src, bytes) }
 }
 
+/// The part of a copy that is `thread`'s of `threads` threads. Generic, so that it is compiled with the kernel that calls it.
+///
+/// # Safety
+/// As for [`copy`], all threads together.
+#[cfg_attr(target_arch = "nvptx64", inline(never))]
+pub unsafe fn copy_by<T: Copy + Into<u64>>(thread: T, threads: T, dst: u64, src: u64, bytes: u64) {
+    // SAFETY: the caller's promise.
+    unsafe { copy_part(thread, threads, dst, src, bytes) }
+}
+
 /// The part of a copy that is `thread`'s.
 ///
 /// # Safety

@@ -1,8 +1,10 @@
 //! What a launch passes to a kernel, and what a kernel that had to stop leaves behind.
 
+use crate::channel::{MemoryChannel, PortChannel};
 use crate::dtype::ReduceOp;
-use crate::exchange::{Exchange, Transfer, Transfers};
+use crate::exchange::{Direction, Envelope, Exchange, NONE, State, Transfer, Transfers};
 use crate::executor::Counters;
+use crate::extent::Extent;
 use crate::program::{Launch, Program};
 use crate::semaphore::Semaphore;
 use crate::wait::Waiting;
@@ -225,6 +227,85 @@ pub struct ExchangeLaunch {
     pub reserved: u32,
 }
 
+/// One send, receive or copy of a [`MessagesLaunch`]: a message on all of its lanes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Message {
+    /// Where it lies in this rank's buffer.
+    pub address: u64,
+    /// As [`Transfer::place`].
+    pub place: u64,
+    /// What is sent, or must come.
+    pub envelope: Envelope,
+    /// The other rank.
+    pub peer: u32,
+    /// What to do, but for reductions.
+    pub direction: Direction,
+    /// As [`Transfer::memory`].
+    pub memory: u32,
+    /// The first of its thread blocks, of which there is one for each lane.
+    pub first: u32,
+    /// Lanes.
+    pub lanes: u32,
+    /// Index among the calls of the group, for messages.
+    pub op: u32,
+}
+
+impl Message {
+    /// Its part on a lane.
+    #[inline(always)]
+    #[must_use]
+    pub const fn transfer(&self, lane: u32) -> Transfer {
+        let bytes = self.envelope.bytes;
+        let part = match self.lanes {
+            1 => Extent {
+                begin: 0,
+                end: bytes,
+            },
+            lanes => Extent {
+                begin: 0,
+                end: bytes,
+            }
+            .slice(lane, lanes),
+        };
+        Transfer {
+            address: self.address + part.begin,
+            envelope: self.envelope,
+            bytes: part.len(),
+            place: self.place + part.begin,
+            done: 0,
+            peer: self.peer,
+            direction: self.direction,
+            memory: self.memory,
+            lane,
+            next: NONE,
+            op: self.op,
+            state: State::New,
+            reserved: 0,
+        }
+    }
+}
+
+/// Messages that a [`MessagesLaunch`] has room for.
+pub const MAX_MESSAGES: usize = 16;
+
+/// The one parameter of the kernel that gives every transfer of a launch a thread block
+/// ([`run_single`](crate::exchange::run_single)). Addresses are the device's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct MessagesLaunch {
+    /// The prepared exchange.
+    pub exchange: Exchange,
+    /// How waits end.
+    pub context: GpuContext,
+    /// A number of the launch, for messages.
+    pub launch: u32,
+    /// How many of `messages` there are.
+    pub count: u32,
+    /// What is sent, received and copied: no two in the same direction with the same peer.
+    pub messages: [Message; MAX_MESSAGES],
+}
+
 /// Chains that a thread block of an [`ExchangeLaunch`] has room for.
 pub const MAX_CHAINS: u32 = 64;
 
@@ -302,6 +383,39 @@ pub struct OneShotNorm {
     pub norm: Norm,
 }
 
+/// The one parameter of the kernels that measure how long something takes to reach a peer: two sides send it to and fro, one
+/// thread block each. Addresses are the device's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct EchoLaunch {
+    /// To the other side. The first word of each side's memory is its flag.
+    pub channel: MemoryChannel,
+    /// The same by a proxy, where that is measured.
+    pub port: PortChannel,
+    /// Where data lies in both sides' memory, or packets come.
+    pub data: u64,
+    /// Where data comes, or what packets bring, which is what they take along.
+    pub landing: u64,
+    /// Bytes that go to and fro.
+    pub bytes: u64,
+    /// Address of the nanoseconds that it took.
+    pub out: u64,
+    /// How often they go and come; before that, a few times more, which are not timed.
+    pub rounds: u32,
+    /// The flag of the first time; those behind it follow.
+    pub flag: u32,
+    /// 0 for who begins, else 1.
+    pub side: u32,
+    /// By a proxy: how often data goes, with a signal each time, before the other side has its turn. Got from the other side: so
+    /// many places, a line's multiple apart, are taken by turns, for caches know the one before.
+    pub burst: u32,
+    /// How waits end.
+    pub context: GpuContext,
+}
+
+/// Times that are not timed.
+pub const ECHO_WARMUP: u32 = 16;
+
 /// The parameter of the one-shot all-reduce among the kernels for tests. Addresses are the device's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -339,6 +453,12 @@ const _: () =
     assert!(size_of::<SignalLaunch>() == size_of::<Semaphore>() + size_of::<GpuContext>() + 16);
 // A kernel brings its chains in pieces of 16 bytes.
 const _: () = assert!(size_of::<Transfer>() == 80);
+const _: () = assert!(size_of::<Message>() == 56);
+const _: () =
+    assert!(size_of::<MessagesLaunch>() == size_of::<Exchange>() + 32 + 56 * MAX_MESSAGES);
+const _: () = assert!(
+    size_of::<EchoLaunch>() == size_of::<MemoryChannel>() + size_of::<PortChannel>() + 48 + 24
+);
 const _: () = assert!(size_of::<Norm>() == 64);
 const _: () = assert!(size_of::<OneShotNorm>() == size_of::<OneShot>() + size_of::<Norm>());
 const _: () = assert!(size_of::<Waiting>() == 40);

@@ -351,6 +351,40 @@ pub unsafe fn copy_from_lines<B: Block>(
     }
 }
 
+/// Block: [`copy_from_lines`] of what its threads have in one round, if it is there. Whether this thread's warp is done.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(crate) unsafe fn copy_if_there<B: Block>(
+    block: &B,
+    dst: u64,
+    from: u64,
+    bytes: u64,
+    flag: u32,
+) -> bool {
+    let round = Round::first(block);
+    if !round.is_in(bytes) {
+        return true;
+    }
+    // What takes more rounds is waited for.
+    if round.step * PAIR_PAYLOAD < bytes {
+        return false;
+    }
+    let (this, at) = (round.this(bytes), from + round.pair() * PAIR);
+    let [near, far] = round.pieces(bytes);
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut seen = fetch(block, this, at);
+        if late(block, this, at, &mut seen, flag).1 {
+            return false;
+        }
+        store_piece(dst + near.0, seen[0], near.1);
+        store_piece(dst + far.0, seen[1], far.1);
+    }
+    true
+}
+
 /// [`copy_from_lines`] as a function of numbers: a site passed on would lie in local memory.
 ///
 /// # Safety

@@ -33,8 +33,8 @@ pub use nvptx as machine;
 pub const WARP: u32 = 32;
 
 pub use launch::{
-    ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MOVES, Norm, OneShot,
-    OneShotLaunch, OneShotNorm, OneShotScatter, PlanLaunch, Quantisation, Scale, SignalLaunch,
-    StatusRecord, TwoShot,
+    ECHO_WARMUP, EchoLaunch, ExchangeLaunch, GpuContext, Hop, MAX_CHAINS, MAX_FUSED, MAX_MESSAGES,
+    MAX_MOVES, Message, MessagesLaunch, Norm, OneShot, OneShotLaunch, OneShotNorm, OneShotScatter,
+    PlanLaunch, Quantisation, Scale, SignalLaunch, StatusRecord, TwoShot,
 };
 pub use reduce::{GpuReducer, MAX_OPERANDS, TABLE_BYTES};

@@ -658,7 +658,7 @@ pub(crate) unsafe fn wait_for_credits<B: Block>(
 
 /// How many calls of this rank `peer` says that it has read to the end.
 #[inline(always)]
-pub(crate) unsafe fn credit<M: Memory>(memory: &M, group: &Group, peer: u32) -> u64 {
+unsafe fn credit<M: Memory>(memory: &M, group: &Group, peer: u32) -> u64 {
     // SAFETY: the caller's promise; credits are words of this rank's memory.
     unsafe { memory.load_acquire(group.own + group.geometry.credit(peer)) }
 }

@@ -13,14 +13,22 @@ use crossweft_hal::cuda::{
     Argument, CompileOptions, Context, CudaError, DeviceMemory, Event, Kernel, Module,
     PinnedMemory, Shape, Stream,
 };
-use crossweft_kernels::{ExchangeLaunch, MAX_CHAINS, MAX_REGISTERS, MAX_THREADS, exchange_module};
+use crossweft_kernels::{
+    ExchangeLaunch, MAX_CHAINS, MAX_MESSAGES, MAX_REGISTERS, MAX_THREADS, Message, MessagesLaunch,
+    Module as KernelModule, exchange_module, messages_module,
+};
 
 use super::layout::Layout;
-use super::{ExchangeError, Request, call_words};
+use super::{ExchangeError, INLINE, Request, call_words};
 use crate::turn::{Taken, Turn};
 
-/// Thread blocks of a launch, at most.
-const MOST_BLOCKS: u32 = 32;
+/// Thread blocks of a launch of chains, at most.
+const MOST_BLOCKS: u32 = 128;
+/// Threads of a block that has a transfer of its own: two blocks find room on a multiprocessor.
+const SINGLE_THREADS: u32 = 256;
+/// From so many blocks on they have all the threads they can, if they fit: a little is gained with large messages, and lost with
+/// small ones.
+const FEW_BLOCKS: u32 = 64;
 /// Launches that may be under way before the host waits for the first.
 const IN_FLIGHT: usize = 16;
 /// Transfers that a table has room for at first.
@@ -34,12 +42,17 @@ pub(super) struct Launcher {
     context: Arc<Context>,
     /// Without reductions.
     plain: Kernel,
+    /// Without reductions, for groups whose transfers may each have a thread block.
+    single: Kernel,
     /// With reductions of a type.
     reducing: Vec<(DataType, Kernel)>,
     guard: KernelGuard,
     faults: PinnedMemory,
-    /// Thread blocks that may be resident at once, for this rank.
+    /// Thread blocks that may be resident at once, for this rank: of launches of chains, and of those of single transfers.
     blocks: u32,
+    single_blocks: u32,
+    /// Of the latter, with [`MAX_THREADS`].
+    wide_blocks: u32,
     desk: Turn<Desk>,
     limit: Duration,
 }
@@ -48,6 +61,9 @@ pub(super) struct Launcher {
 #[derive(Debug)]
 pub(super) struct Desk {
     layout: Layout,
+    /// What is laid out, if each transfer may have a thread block of its own.
+    messages: Vec<Message>,
+    is_single: bool,
     /// The first [`IN_FLIGHT`] are used by turns; those behind them are of launches that were recorded, which find them
     /// there for as long as the exchange is.
     tables: Vec<Table>,
@@ -66,9 +82,8 @@ struct Table {
     memory: Arc<PinnedMemory>,
     offset: u64,
     room: usize,
-    /// What it holds.
-    chains: usize,
-    followers: usize,
+    /// The group.
+    requests: Vec<Request>,
     /// When the launch has ended; none of a recorded one.
     end: Option<Event>,
 }
@@ -95,8 +110,7 @@ impl Table {
             memory: Arc::new(memory),
             offset: 0,
             room,
-            chains: 0,
-            followers: 0,
+            requests: Vec::with_capacity(INLINE),
             end: Some(Event::new(context)?),
         })
     }
@@ -105,16 +119,8 @@ impl Table {
         self.memory.device_address() + self.offset
     }
 
-    /// What is in it, as the host reads it.
-    fn transfers(&self) -> impl Iterator<Item = Transfer> {
-        let first = self.memory.host_address() + self.offset;
-        // SAFETY: so many were written, and nobody writes there meanwhile: whoever does has the desk.
-        (0..self.chains + self.followers).map(move |i| unsafe { Raw.read(first + i as u64 * SIZE) })
-    }
-
     /// Writes what is laid out.
-    fn write(&mut self, layout: &Layout) {
-        (self.chains, self.followers) = (layout.chains.len(), layout.followers.len());
+    fn write(&self, layout: &Layout) {
         let mut to = self.memory.host_address() + self.offset;
         for transfer in layout.chains.iter().chain(&layout.followers) {
             // SAFETY: the table has room for them, which was seen to, and no launch reads it: it has ended, or was never
@@ -126,26 +132,33 @@ impl Table {
 }
 
 impl Launcher {
-    /// Loads the kernels and finds out how many blocks each of `sharers` ranks may have.
+    /// Loads the kernels and finds out how many blocks each of `sharers` ranks may have, no more than `waiting` if so few do.
     pub(super) fn new(
         context: &Arc<Context>,
         layout: Layout,
-        sharers: u32,
+        (sharers, waiting): (u32, u32),
         reduces: &[DataType],
         limit: Duration,
     ) -> Result<Self, CudaError> {
-        let plain = kernel(context, None)?;
+        let sm = context.device().sm()?;
+        let plain = kernel(context, "exchanges", exchange_module(None, sm))?;
+        let single = kernel(context, "exchanges", messages_module(sm))?;
         let mut resident = plain.max_resident_blocks(MAX_THREADS, 0)?;
+        let resident_single = single.max_resident_blocks(SINGLE_THREADS, 0)?;
+        let resident_wide = single.max_resident_blocks(MAX_THREADS, 0)?;
         let mut reducing: Vec<(DataType, Kernel)> = Vec::new();
         for &dtype in reduces {
             if reducing.iter().all(|(known, _)| *known != dtype) {
-                let kernel = kernel(context, Some(dtype))?;
+                let what = format!("reductions of {dtype}");
+                let kernel = kernel(context, &what, exchange_module(Some(dtype), sm))?;
                 resident = resident.min(kernel.max_resident_blocks(MAX_THREADS, 0)?);
                 reducing.push((dtype, kernel));
             }
         }
-        let blocks = (resident / sharers.max(1)).min(MOST_BLOCKS);
         let most = layout.most_chains();
+        let each = |resident: u32| resident / sharers.max(1);
+        let enough = waiting.max(most.div_ceil(MAX_CHAINS));
+        let blocks = each(resident).min(MOST_BLOCKS).min(enough);
         if most > blocks * MAX_CHAINS {
             return Err(CudaError::Incapable {
                 device: context.ordinal(),
@@ -156,11 +169,13 @@ impl Launcher {
                 ),
             });
         }
-        let faults = u64::from(blocks) * size_of::<Fault>() as u64;
+        let faults = u64::from(blocks.max(resident_single)) * size_of::<Fault>() as u64;
         let room = ROOM.max(most as usize);
         let tables = (0..IN_FLIGHT).map(|_| Table::new(context, room));
         let desk = Desk {
             layout,
+            messages: Vec::with_capacity(MAX_MESSAGES),
+            is_single: false,
             tables: tables.collect::<Result<_, _>>()?,
             turn: 0,
             kept: None,
@@ -170,8 +185,11 @@ impl Launcher {
         Ok(Self {
             context: Arc::clone(context),
             plain,
+            single,
             reducing,
             guard: KernelGuard::new(context)?,
+            single_blocks: each(resident_single).min(waiting),
+            wide_blocks: each(resident_wide).min(waiting),
             faults: PinnedMemory::allocate(context, faults)?,
             blocks,
             desk: Turn::new(desk),
@@ -191,7 +209,7 @@ impl Launcher {
 
     /// What did not match, as a thread block has said it.
     pub(super) fn fault(&self, block: u32) -> Fault {
-        let block = u64::from(block.min(self.blocks - 1));
+        let block = u64::from(block.min(self.blocks.max(self.single_blocks) - 1));
         // SAFETY: one for each block; it was written before the record that names the block.
         unsafe { Raw.read(self.faults.host_address() + block * size_of::<Fault>() as u64) }
     }
@@ -231,14 +249,26 @@ impl Launcher {
         stream: &Stream,
         requests: &[Request],
     ) -> Result<usize, ExchangeError> {
-        desk.layout.lay_out(requests);
-        let room = desk.layout.chains.len() + desk.layout.followers.len();
+        desk.is_single = desk
+            .layout
+            .single(requests, self.single_blocks, &mut desk.messages);
+        let room = match desk.is_single {
+            true => 0,
+            false => {
+                desk.layout.lay_out(requests);
+                desk.layout.chains.len() + desk.layout.followers.len()
+            }
+        };
         let found = if stream.is_capturing().map_err(HalError::from)? {
             self.keep(desk, room)
         } else {
             self.next(desk, room)
         };
-        Ok(found.map_err(HalError::from)?)
+        let number = found.map_err(HalError::from)?;
+        let table = &mut desk.tables[number];
+        table.requests.clear();
+        table.requests.extend_from_slice(requests);
+        Ok(number)
     }
 
     /// A table for a launch that is being recorded.
@@ -258,8 +288,7 @@ impl Launcher {
             memory,
             offset,
             room,
-            chains: 0,
-            followers: 0,
+            requests: Vec::new(),
             end: None,
         });
         Ok(desk.tables.len() - 1)
@@ -287,16 +316,13 @@ impl Launcher {
 
     /// What a transfer of a launch is, in words.
     pub(super) fn call(desk: &Desk, launch: u32, op: u32) -> Option<String> {
-        let table = desk.tables.get(launch as usize)?;
-        let mut transfers = table.transfers();
-        let transfer = transfers.find(|transfer| transfer.op == op)?;
-        let Transfer {
-            direction,
-            envelope,
-            peer,
-            ..
-        } = transfer;
-        Some(call_words(direction, &envelope, peer, op))
+        let request = desk
+            .tables
+            .get(launch as usize)?
+            .requests
+            .get(op as usize)?;
+        let (envelope, peer) = (request.envelope(), request.peer);
+        Some(call_words(request.direction, &envelope, peer, op))
     }
 
     /// Launches what is laid out, by table `number`, in the order of `stream`.
@@ -322,6 +348,8 @@ impl Launcher {
         };
         let Desk {
             layout,
+            messages,
+            is_single,
             tables,
             last,
             ..
@@ -333,28 +361,48 @@ impl Launcher {
         {
             stream.wait(end)?;
         }
-        let table = &mut tables[number];
-        table.write(layout);
-        let count = layout.chains.len() as u32;
-        let blocks = count.min(self.blocks);
-        let launch = ExchangeLaunch {
-            exchange: *program,
-            transfers: Transfers {
-                chains: table.address(),
-                followers: table.address() + u64::from(count) * SIZE,
-                count,
-                blocks,
+        let table = &tables[number];
+        let context = self.guard.context(self.limit);
+        if *is_single {
+            let blocks = messages.last().map_or(0, |last| last.first + last.lanes);
+            let mut launch = MessagesLaunch {
+                exchange: *program,
+                context,
                 launch: number as u32,
+                count: messages.len() as u32,
+                messages: [Message::default(); MAX_MESSAGES],
+            };
+            launch.messages[..messages.len()].copy_from_slice(messages);
+            let threads = match blocks {
+                FEW_BLOCKS.. if blocks <= self.wide_blocks => MAX_THREADS,
+                _ => SINGLE_THREADS,
+            };
+            let shape = Shape::linear(blocks, threads);
+            // SAFETY: this is the kernel's parameter; the rest is the caller's promise.
+            unsafe { (self.single).launch(stream, &shape, &[Argument::from(&launch)])? };
+        } else {
+            table.write(layout);
+            let count = layout.chains.len() as u32;
+            let blocks = count.min(self.blocks);
+            let launch = ExchangeLaunch {
+                exchange: *program,
+                transfers: Transfers {
+                    chains: table.address(),
+                    followers: table.address() + u64::from(count) * SIZE,
+                    count,
+                    blocks,
+                    launch: number as u32,
+                    reserved: 0,
+                },
+                context,
+                op: reduction.map_or(ReduceOp::Sum, |(_, op)| op),
                 reserved: 0,
-            },
-            context: self.guard.context(self.limit),
-            op: reduction.map_or(ReduceOp::Sum, |(_, op)| op),
-            reserved: 0,
-        };
-        let shape = Shape::linear(blocks, MAX_THREADS);
-        // SAFETY: this is the kernel's parameter; the table is kept as long as the launch, or this; the rest is the
-        // caller's promise.
-        unsafe { kernel.launch(stream, &shape, &[Argument::from(&launch)])? };
+            };
+            let shape = Shape::linear(blocks, MAX_THREADS);
+            // SAFETY: this is the kernel's parameter; the table is kept as long as the launch, or this; the rest is the
+            // caller's promise.
+            unsafe { kernel.launch(stream, &shape, &[Argument::from(&launch)])? };
+        }
         if let Some(end) = &table.end {
             end.record(stream)?;
             *last = Some((stream.raw(), number));
@@ -380,14 +428,16 @@ impl Drop for Launcher {
     }
 }
 
-fn kernel(context: &Arc<Context>, dtype: Option<DataType>) -> Result<Kernel, CudaError> {
-    let sm = context.device().sm()?;
-    let Some((module, entry)) = exchange_module(dtype, sm) else {
-        let of = dtype.map_or_else(String::new, |dtype| format!(" for reductions of {dtype}"));
+fn kernel(
+    context: &Arc<Context>,
+    what: &str,
+    found: Option<(&'static KernelModule, &'static str)>,
+) -> Result<Kernel, CudaError> {
+    let Some((module, entry)) = found else {
         return Err(CudaError::Incapable {
             device: context.ordinal(),
             what: "run exchanges",
-            reason: format!("there is no kernel{of} for compute capability {sm}"),
+            reason: format!("there is no kernel for {what} for its compute capability"),
         });
     };
     let options = CompileOptions {

@@ -1,6 +1,7 @@
 //! Requests as tables of transfers.
 
-use crossweft_device::exchange::{Direction, Lanes, NONE, State, Transfer};
+use crossweft_device::exchange::{Direction, Lanes, Transfer};
+use crossweft_kernels::{MAX_MESSAGES, Message};
 
 use super::{INLINE, Request};
 
@@ -42,6 +43,43 @@ impl Layout {
         self.last.len() as u32
     }
 
+    /// Lays requests out as messages whose transfers each have a thread block, if there are as many `blocks`. Returns
+    /// whether there are, and whether each transfer has a stream for itself.
+    pub(super) fn single(
+        &self,
+        requests: &[Request],
+        blocks: u32,
+        messages: &mut Vec<Message>,
+    ) -> bool {
+        messages.clear();
+        // What is copied here needs no lanes, and makes do with what the messages leave.
+        let is_copy = |request: &&Request| request.direction == Direction::Copy;
+        let copies = requests.iter().filter(is_copy).count() as u32;
+        let all = requests.iter().filter(|request| !is_copy(request));
+        let taken: u32 = all.map(|request| self.lanes.of(request.bytes)).sum();
+        let left = blocks.saturating_sub(taken) / copies.max(1);
+        let mut first = 0;
+        for (op, request) in (0..).zip(requests) {
+            let mut lanes = self.lanes.of(request.bytes);
+            if is_copy(&request) {
+                lanes = lanes.min(left).max(1);
+            }
+            let is_alone = |other: &Message| {
+                (other.direction, other.peer) != (request.direction, request.peer)
+            };
+            if request.direction == Direction::Reduce
+                || messages.len() == MAX_MESSAGES
+                || first + lanes > blocks
+                || !messages.iter().all(is_alone)
+            {
+                return false;
+            }
+            messages.push(request.message((first, lanes), op));
+            first += lanes;
+        }
+        true
+    }
+
     /// Lays requests out as transfers, spread over lanes and chained by lane, direction and peer: sends first, for peers
     /// wait for them.
     pub(super) fn lay_out(&mut self, requests: &[Request]) {
@@ -64,22 +102,8 @@ impl Layout {
     }
 
     fn push(&mut self, request: &Request, op: u32, lane: u32) {
-        let part = self.lanes.part(request.bytes, lane);
-        let transfer = Transfer {
-            address: request.address + part.begin,
-            envelope: request.envelope(),
-            bytes: part.len(),
-            place: request.place + part.begin,
-            done: 0,
-            peer: request.peer,
-            direction: request.direction,
-            memory: request.memory,
-            lane,
-            next: NONE,
-            op,
-            state: State::New,
-            reserved: 0,
-        };
+        let lanes = self.lanes.of(request.bytes);
+        let transfer = request.message((0, lanes), op).transfer(lane);
         let chain = self.chain_of(request, lane);
         let next = self.followers.len();
         match self.last[chain] {
@@ -107,7 +131,7 @@ impl Layout {
 
 #[cfg(test)]
 mod tests {
-    use crossweft_device::exchange::NO_MEMORY;
+    use crossweft_device::exchange::{NO_MEMORY, NONE};
     use crossweft_device::{DataType, ReduceOp};
 
     use super::super::{Kind, Purpose};
@@ -175,5 +199,39 @@ mod tests {
                 assert!(parts.iter().all(|part| part.start % 16 == 0));
             }
         }
+    }
+
+    #[test]
+    fn transfers_have_blocks_of_their_own_where_there_are_enough_and_no_two_share_a_stream() {
+        let lanes = Lanes {
+            count: 4,
+            step: 1000,
+        };
+        let layout = Layout::new(3, lanes);
+        let mut messages = Vec::new();
+        let [send, receive, copy] = [
+            request(Direction::Send, 1, 2500),
+            request(Direction::Receive, 1, 1 << 20),
+            request(Direction::Copy, 0, 1 << 20),
+        ];
+        assert!(layout.single(&[send, copy, receive], 9, &mut messages));
+        // 3 and 4 lanes, which leave two blocks for the copy.
+        let blocks: Vec<_> = messages.iter().map(|m| (m.first, m.lanes, m.op)).collect();
+        assert_eq!(blocks, [(0, 3, 0), (3, 2, 1), (5, 4, 2)]);
+        for message in &messages {
+            let parts = (0..message.lanes).map(|lane| message.transfer(lane));
+            let bytes: u64 = parts.map(|part| part.bytes).sum();
+            assert_eq!(bytes, message.envelope.bytes);
+        }
+        // A copy takes one block at least, and there is none left.
+        assert!(!layout.single(&[send, copy, receive], 7, &mut messages));
+        assert!(!layout.single(&[send, send], 100, &mut messages));
+        let reduce = request(Direction::Reduce, 0, 8);
+        assert!(!layout.single(&[reduce], 100, &mut messages));
+        let many: Vec<_> = (0..=MAX_MESSAGES as u32)
+            .map(|peer| request(Direction::Send, peer, 1))
+            .collect();
+        assert!(!layout.single(&many, 100, &mut messages));
+        assert!(layout.single(&many[1..], 100, &mut messages));
     }
 }

@@ -347,8 +347,8 @@ impl Drop for ForeignMemory {
     }
 }
 
-/// Device memory from `cuMemAlloc`, as `cudaMalloc` gives it: cheap for small tables that no other
-/// process needs.
+/// Device memory from `cuMemAlloc`, as `cudaMalloc` gives it, which no other process needs. Allocating and freeing it waits for
+/// running kernels, those of other ranks too: nothing that ranks do while others may wait for them has any.
 #[derive(Debug)]
 pub struct PrivateMemory {
     context: Arc<Context>,

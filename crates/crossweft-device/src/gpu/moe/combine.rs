@@ -4,7 +4,7 @@ use super::dispatch::peer_of;
 use super::lines::{Held, Mine, Segments, meta_pairs, plain};
 use super::{
     Calls, CombineLaunch, GpuRows, Part, Shared, credit_of, give_credits, is_last, least, span,
-    steps, tell,
+    speaks_to, steps, tell,
 };
 use crate::block::Block;
 use crate::element::Element;
@@ -111,7 +111,7 @@ pub unsafe fn run<B: Block, E: GpuElement + Element<Acc = f32>>(
                 mine = wait_for_credit(block, group, (calls.sent, peer), credit);
             }
             block.sync(mine)?;
-            let mut peer = index;
+            let mut peer = speaks_to(index, group.blocks);
             while peer < geometry.ranks {
                 if !is_masked(memory, group, peer) {
                     let count = memory.read(routes.received + 4 * u64::from(peer));
@@ -232,7 +232,7 @@ unsafe fn send_rows<B: Block, E: GpuElement + Element<Acc = f32>>(
     let meta_pairs = meta_pairs(geometry.meta_bytes());
     let is_by_expert = routes.placement.is_by_expert();
     let (lane, flag) = (block.lane(), epoch_of(call));
-    let (own, all) = (part.warp * group.blocks + index, part.warps * group.blocks);
+    let (own, all) = part.spread(true, index, group.blocks);
     let (mut peer, mut before) = (0, 0);
     let others = geometry.ranks - u32::from(way.straight);
     while peer < others {
@@ -388,8 +388,7 @@ unsafe fn receive<B: Block, E: GpuElement + Element<Acc = f32>>(
     let table = shared.received(block);
     // SAFETY: the caller's promise.
     unsafe { hear(block, launch, table, call)? };
-    let all = part.warps * group.blocks;
-    let mut item = part.warp * group.blocks + index;
+    let (mut item, all) = part.spread(true, index, group.blocks);
     while item < routes.tokens * spans {
         let (token, which) = split(item, spans);
         let mut number = which * way.span;

@@ -6,7 +6,7 @@
 use super::lines::{Held, MetaLines, Mine, Segment, Segments, meta_pairs, plain, store_scales};
 use super::{
     Calls, DispatchLaunch, GpuRows, Part, Shared, credit_of, give_credits, is_last, least, span,
-    steps, tell,
+    speaks_to, steps, tell,
 };
 use crate::block::Block;
 use crate::element::Element;
@@ -215,12 +215,6 @@ pub unsafe fn prepare<B: Block>(
         let (tokens, to, stride) = match alone {
             true => {
                 let marks = Marks::alone(geometry, routes, shared);
-                let words = mark_bytes(geometry, routes) / 8;
-                let mut word = u64::from(block.thread());
-                while word < words {
-                    memory.write(marks.first + 8 * word, 0_u64);
-                    word += u64::from(block.threads());
-                }
                 ((0, routes.tokens), marks.choices, routes.top_k)
             }
             false => (
@@ -229,16 +223,33 @@ pub unsafe fn prepare<B: Block>(
                 geometry.top_k,
             ),
         };
-        let mut pair = tokens.0 * routes.top_k + block.thread();
-        while pair < tokens.1 * routes.top_k {
+        let (mut pair, end) = (
+            tokens.0 * routes.top_k + block.thread(),
+            tokens.1 * routes.top_k,
+        );
+        // The first one is on its way while marks are cleared.
+        let load = |pair: u32| match pair < end {
+            true => launch.choices.expert(memory, pair.into()),
+            false => 0,
+        };
+        let mut expert = load(pair);
+        if alone {
+            let words = mark_bytes(geometry, routes) / 8;
+            let mut word = u64::from(block.thread());
+            while word < words {
+                memory.write(shared.marks + 8 * word, 0_u64);
+                word += u64::from(block.threads());
+            }
+        }
+        while pair < end {
             let (token, k) = split(pair, routes.top_k);
-            let expert = launch.choices.expert(memory, pair.into());
             if !(-1..i64::from(geometry.experts)).contains(&expert) {
                 (before.choice, before.expert) = (pair, expert);
             }
             let at = u64::from(token) * u64::from(stride) + u64::from(k);
             memory.write(to + 4 * at, expert as i32);
             pair += block.threads();
+            expert = load(pair);
         }
     }
     before
@@ -455,7 +466,7 @@ unsafe fn announce_all<B: Block>(
     let geometry = &group.geometry;
     // SAFETY: the caller's promise; a barrier has ordered the marks.
     unsafe {
-        let mut peer = index;
+        let mut peer = speaks_to(index, group.blocks);
         while peer < geometry.ranks {
             if !is_masked(memory, group, peer) {
                 let mut local = block.thread();
@@ -471,7 +482,7 @@ unsafe fn announce_all<B: Block>(
             peer += group.blocks;
         }
         let mut rank = block.thread();
-        while index == 0 && rank < geometry.ranks {
+        while index + 1 == group.blocks && rank < geometry.ranks {
             let sent = match is_masked(memory, group, rank) {
                 true => 0,
                 false => marks.before(memory, routes.tokens, geometry.experts + rank),
@@ -575,8 +586,14 @@ unsafe fn send_tokens<B: Block, E: GpuElement + Element<Acc = f32>>(
     let (input, output) = (&launch.input, &launch.output);
     let geometry = &group.geometry;
     let segments = Segments::of(input.payload_bytes, input.scale_bytes);
-    let spans = segments.each.div_ceil(way.span);
-    let own = Own::of(routes.tokens, index, group.blocks);
+    // Each token's first item is what its rows say of themselves.
+    let items = 1 + segments.each.div_ceil(way.span);
+    // Where a block knows all places, warps of all blocks share all tokens.
+    let own = match way.alone {
+        true => Own::of(routes.tokens, 0, 1),
+        false => Own::of(routes.tokens, index, group.blocks),
+    };
+    let (mut item, step) = part.spread(way.alone, index, group.blocks);
     let meta_pairs = meta_pairs(geometry.meta_bytes());
     let (lane, flag) = (block.lane(), epoch_of(call));
     let meta = Meta {
@@ -586,13 +603,17 @@ unsafe fn send_tokens<B: Block, E: GpuElement + Element<Acc = f32>>(
     };
     let lines = MetaLines::of(block, meta.address, geometry.meta_bytes());
     let targets = shared.targets(block);
-    let mut item = part.warp;
-    while item < own.count * spans {
-        let (n, which) = split(item, spans);
+    while item < own.count * items {
+        let (n, which) = split(item, items);
         let token = own.token(n);
         let at = u64::from(token);
-        let mut number = which * way.span;
-        let end = least(number + way.span, segments.each);
+        let (mut number, end) = match which {
+            0 => (0, 0),
+            _ => {
+                let first = (which - 1) * way.span;
+                (first, least(first + way.span, segments.each))
+            }
+        };
         // SAFETY: the caller's promise; slots are below the most tokens, rows are for this rank to write.
         unsafe {
             let load = |number: u32| {
@@ -707,7 +728,7 @@ unsafe fn send_tokens<B: Block, E: GpuElement + Element<Acc = f32>>(
                 number += 1;
             }
         }
-        item += part.warps;
+        item += step;
         block.checkpoint();
     }
 }
@@ -958,10 +979,12 @@ unsafe fn receive<B: Block, E: GpuElement + Element<Acc = f32>>(
     let (group, routes, output) = (&launch.group, &launch.routes, &launch.output);
     let geometry = &group.geometry;
     let segments = Segments::of(output.payload_bytes, output.scale_bytes);
-    let spans = segments.each.div_ceil(way.span);
+    let is_by_expert = routes.placement.is_by_expert();
+    // What a row says of itself is an item of its own, if nothing else depends on it.
+    let extra = u32::from(!is_by_expert);
+    let items = extra + segments.each.div_ceil(way.span);
     let meta_pairs = meta_pairs(geometry.meta_bytes());
     let (lane, flag) = (block.lane(), epoch_of(call));
-    let is_by_expert = routes.placement.is_by_expert();
     let lines = MetaLines::of(block, shared.meta(block), geometry.meta_bytes());
     let meta = Meta {
         address: shared.meta(block),
@@ -976,7 +999,7 @@ unsafe fn receive<B: Block, E: GpuElement + Element<Acc = f32>>(
         // SAFETY: the caller's promise.
         unsafe { count_by_warp(block, launch, table, call)? };
     }
-    let (own, all) = (part.warp * group.blocks + index, part.warps * group.blocks);
+    let (own, all) = part.spread(true, index, group.blocks);
     let (mut peer, mut before) = (0, 0);
     let others = geometry.ranks - u32::from(way.straight);
     while peer < others {
@@ -990,12 +1013,17 @@ unsafe fn receive<B: Block, E: GpuElement + Element<Acc = f32>>(
             };
             (memory.read::<u32>(table + 4 * u64::from(source)), base)
         };
-        let count = received * spans;
+        let count = received * items;
         let mut item = turn(own, all, before);
         while item < count {
-            let (slot, which) = split(item, spans);
-            let mut number = which * way.span;
-            let end = least(number + way.span, segments.each);
+            let (slot, which) = split(item, items);
+            let (mut number, end) = match which.checked_sub(extra) {
+                None => (0, 0),
+                Some(which) => {
+                    let first = which * way.span;
+                    (first, least(first + way.span, segments.each))
+                }
+            };
             // SAFETY: the caller's promise; there is room for what was counted.
             unsafe {
                 let row = group.own + geometry.row(call, source, slot);

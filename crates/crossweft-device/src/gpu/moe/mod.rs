@@ -22,8 +22,7 @@ use crate::memory::Memory;
 use crate::moe::dispatch::Quantise;
 use crate::moe::rows::{Rows, Term, exponent_up};
 use crate::moe::{
-    COMPLETED, GROUP, Group, MAX_RANKS, MAX_TOP_K, ROWS_FLAG, Routes, SENT, address_of, credit,
-    is_masked,
+    COMPLETED, GROUP, Group, MAX_RANKS, MAX_TOP_K, ROWS_FLAG, Routes, SENT, address_of, is_masked,
 };
 
 /// Bytes of shared memory that a [`GpuRows`] needs for each warp: a [`Term`] a thread.
@@ -120,6 +119,15 @@ struct Part {
 }
 
 impl Part {
+    /// This thread's warp's first item, and how many further the next one is: among those of all blocks, or of its own.
+    #[inline(always)]
+    const fn spread(self, all: bool, index: u32, blocks: u32) -> (u32, u32) {
+        match all {
+            true => (self.warp * blocks + index, self.warps * blocks),
+            false => (self.warp, self.warps),
+        }
+    }
+
     /// Those that send and those that receive: all, one after the other, or some each.
     #[inline(always)]
     fn of<B: Block>(block: &B, splits: bool) -> (Self, Self) {
@@ -159,7 +167,8 @@ const fn least(a: u32, b: u32) -> u32 {
     if a < b { a } else { b }
 }
 
-/// The credit of this thread's peer, if it has one.
+/// The credit of this thread's peer, if it has one. Relaxed, because nothing that follows must wait for it: what is written
+/// once it is enough depends on it.
 ///
 /// # Safety
 /// The group must be prepared. So for all of these.
@@ -167,9 +176,19 @@ const fn least(a: u32, b: u32) -> u32 {
 unsafe fn credit_of<B: Block>(block: &B, group: &Group) -> u64 {
     match block.thread() < group.geometry.ranks {
         // SAFETY: the caller's promise.
-        true => unsafe { credit(block.memory(), group, block.thread()) },
+        true => unsafe {
+            let at = group.own + group.geometry.credit(block.thread());
+            block.memory().load(at)
+        },
         false => 0,
     }
+}
+
+/// The first peer that thread block `index` has something to say to, of every so many: the last blocks, which have fewer
+/// tokens.
+#[inline(always)]
+const fn speaks_to(index: u32, blocks: u32) -> u32 {
+    blocks - 1 - index
 }
 
 /// Block: the first one tells every rank, even those masked, which calls this rank has read: those of launches before this
