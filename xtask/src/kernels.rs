@@ -520,7 +520,7 @@ fn assemble_all(ptxas: &Path) -> Result<Vec<String>, String> {
                 let text = String::from_utf8_lossy(&output.stderr).into_owned()
                     + &String::from_utf8_lossy(&output.stdout);
                 if output.status.success() {
-                    resources(&text)
+                    resources(&text, spilled(module))
                 } else {
                     vec![text]
                 }
@@ -571,9 +571,15 @@ pub(crate) fn side_by_side<J: Sync>(
     reports
 }
 
-/// What is wrong in the report of `ptxas -v`: memory of a thread's own, and fewer registers used
+/// Bytes of a thread's own memory that a module may take: none, but for kernels whose blocks need all their warps, which leaves
+/// them some registers too few.
+fn spilled(module: &Module) -> u64 {
+    if module.family == "moe_lines" { 64 } else { 0 }
+}
+
+/// What is wrong in the report of `ptxas -v`: more memory of a thread's own than `most` bytes, and fewer registers used
 /// than said, because no report at all is no good news.
-fn resources(report: &str) -> Vec<String> {
+fn resources(report: &str, most: u64) -> Vec<String> {
     let mut problems = Vec::new();
     let mut used = false;
     for line in report.lines() {
@@ -585,7 +591,8 @@ fn resources(report: &str) -> Vec<String> {
         ] {
             let before = line.split_once(what).map(|(before, _)| before);
             let number = before.and_then(|text| text.split_whitespace().last());
-            if number.is_some_and(|number| number != "0") {
+            let number = number.and_then(|number| number.parse::<u64>().ok());
+            if number.is_some_and(|number| number > most) {
                 problems.push(line.trim().to_owned());
                 break;
             }
@@ -673,15 +680,15 @@ exit;
     fn spills_and_silence_are_problems() {
         let clean = "ptxas info : Used 40 registers\n    0 bytes stack frame, 0 bytes spill stores, 0 \
                      bytes spill loads\n";
-        assert_eq!(resources(clean), Vec::<String>::new());
+        assert_eq!(resources(clean, 0), Vec::<String>::new());
         for (from, to) in [
             ("0 bytes stack", "16 bytes stack"),
             ("0 bytes spill stores", "4 bytes spill stores"),
             ("0 bytes spill loads", "10 bytes spill loads"),
         ] {
-            assert_eq!(resources(&clean.replace(from, to)).len(), 1, "{to}");
+            assert_eq!(resources(&clean.replace(from, to), 0).len(), 1, "{to}");
         }
-        assert_eq!(resources("").len(), 1);
+        assert_eq!(resources("", 0).len(), 1);
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub(crate) struct Tune {
     #[arg(long, value_enum)]
     buffers: Option<Buffers>,
     /// Seconds that each collective may take, about.
-    #[arg(long, value_name = "SECONDS", default_value_t = 2.0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.8)]
     budget: f64,
     /// A plan to choose from beside the built-in algorithms, of crossweft or of MSCCL++; may be repeated.
     #[arg(long, value_name = "FILE")]

@@ -480,12 +480,8 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
         ),
         ("bench all-reduce --graph --eager", "cannot be used with"),
         (
-            "bench all-reduce --graph --buffers private",
-            "graphs need --buffers symmetric",
-        ),
-        (
-            "bench all-reduce --device-time --rotate 2",
-            "--rotate is for calls one by one",
+            "bench send-recv --graph",
+            "messages are timed one by one, not in graphs",
         ),
         (
             "bench all-reduce --graph --skew 1",

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crossweft_device::extent::{GRANULE, chunk_bytes};
 use crossweft_device::{DataType, ReduceOp};
+use crossweft_executor::LINES_FROM;
 use crossweft_hal as hal;
 use crossweft_plan::{Collective, InPlace, Plan, PlanError};
 use serde::{Deserialize, Serialize};
@@ -211,7 +212,7 @@ impl Candidate {
             (Self::Plan(plan), _) => return vec![plan.blocks()],
             (_, DeviceKind::Cpu) => &[1],
             (Self::BuiltIn(Algorithm::OneShot), _) => &[1, 4, 16, 64, 128],
-            _ => &[32, 128],
+            _ => &[16, 32, 64, 128],
         };
         let mut blocks: Vec<u32> = blocks
             .iter()
@@ -219,6 +220,23 @@ impl Candidate {
             .collect();
         blocks.dedup();
         blocks
+    }
+
+    /// The smallest message that it is worth a try for: parts are signalled one by one.
+    pub(crate) fn worth_from(&self, device: DeviceKind) -> u64 {
+        match (self.built_in(), device) {
+            (Some(Algorithm::Pipelined), DeviceKind::Cuda) => 4 << 20,
+            _ => 0,
+        }
+    }
+
+    /// From which size on messages travel in another form than smaller ones, for which it is then prepared apart.
+    pub(crate) fn form_changes(&self, request: &Request) -> Option<u64> {
+        let has_lines = request.device == DeviceKind::Cuda
+            && request.collective == Collective::AllReduce
+            && request.world_size > 1
+            && self.built_in() == Some(Algorithm::OneShot);
+        has_lines.then_some(LINES_FROM)
     }
 
     /// Whether a message of `bytes` bytes can be given to it, larger ones aside.

@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 
+use crossweft_executor::{fused_form, has_lines};
 use crossweft_plan::Plan;
 use crossweft_plan::cost::{Topology, predict};
 
@@ -101,15 +102,15 @@ pub(crate) fn measured(
         let usual = &shipped.all()[shipped.select(below)];
         winner = contest.winner(row, [contest.index(usual), winner]);
         match winner.and_then(|index| contest.choice(row, index, below)) {
-            Some(choice) => append(&mut choices, choice),
+            Some(choice) => append(&mut choices, choice, request),
             None => rest(shipped.choices(), up_to, below)
-                .for_each(|choice| append(&mut choices, choice)),
+                .for_each(|choice| append(&mut choices, choice, request)),
         }
         up_to = below;
     }
     if up_to < request.max_bytes || choices.is_empty() {
         rest(shipped.choices(), up_to, request.max_bytes)
-            .for_each(|choice| append(&mut choices, choice));
+            .for_each(|choice| append(&mut choices, choice, request));
     }
     choices
 }
@@ -131,10 +132,18 @@ fn rest(choices: &[Choice], from: u64, to: u64) -> impl Iterator<Item = Choice> 
     })
 }
 
-/// Neighbours that are the same become one.
-fn append(choices: &mut Vec<Choice>, choice: Choice) {
+/// Neighbours that are the same, and send messages in the same form, become one.
+fn append(choices: &mut Vec<Choice>, choice: Choice, request: &Request) {
+    let is_same = |last: &Choice| {
+        let form = |of: &Choice| {
+            let changes = of.algorithm.form_changes(request);
+            changes.is_some_and(|at| of.up_to >= at)
+        };
+        let (a, b) = (last, &choice);
+        (&a.algorithm, a.blocks, form(a)) == (&b.algorithm, b.blocks, form(b))
+    };
     match choices.last_mut() {
-        Some(last) if (&last.algorithm, last.blocks) == (&choice.algorithm, choice.blocks) => {
+        Some(last) if is_same(last) => {
             let piece = last.piece.max(choice.piece);
             *last = Choice { piece, ..choice };
         }
@@ -228,10 +237,14 @@ pub(crate) fn reason(
         };
         format!(", {}{blocks} {us:.2}", measured.name)
     });
-    format!("measured: {:.2} us at {} B{second}", us(index), row.bytes)
+    let how = match measurements.is_shipped {
+        true => "measured on another such machine",
+        false => "measured",
+    };
+    format!("{how}: {:.2} us at {} B{second}", us(index), row.bytes)
 }
 
-/// The machine that the cost model takes a device for.
+/// The machine that the cost model takes a device for, where plans have kernels of their own if it has any.
 pub(crate) fn topology(device: DeviceKind) -> Topology {
     match device {
         DeviceKind::Cpu => Topology::cpu(),
@@ -239,15 +252,21 @@ pub(crate) fn topology(device: DeviceKind) -> Topology {
     }
 }
 
+/// The same for a plan that is prepared for messages of up to `bytes` bytes.
+fn topology_of(device: DeviceKind, plan: &Plan, bytes: u64) -> Topology {
+    let has_kernel = || (0..plan.world_size()).all(|rank| fused_form(plan, rank).is_some());
+    match device {
+        DeviceKind::Cuda if !has_kernel() => Topology::h200_executor(),
+        DeviceKind::Cuda if has_lines(plan, bytes) => topology(device).with_lines(),
+        _ => topology(device),
+    }
+}
+
 /// Microseconds that the cost model says a message of `bytes` bytes takes, in pieces of `piece`.
-pub(crate) fn predicted_us(
-    plan: &Plan,
-    topology: &Topology,
-    bytes: u64,
-    piece: u64,
-) -> Option<f64> {
+pub(crate) fn predicted_us(device: DeviceKind, plan: &Plan, bytes: u64, piece: u64) -> Option<f64> {
     let piece = piece.clamp(1, bytes.max(1));
-    let us = |bytes| predict(plan, topology, bytes).ok()?.total_us;
+    let topology = topology_of(device, plan, piece);
+    let us = |bytes| predict(plan, &topology, bytes).ok()?.total_us;
     let (whole, last) = (bytes / piece, bytes % piece);
     let last = if last == 0 { Some(0.0) } else { us(last) };
     Some(us(piece)? * whole as f64 + last?)
@@ -268,7 +287,6 @@ fn predicted(
     let was_measured = |hash: &str| {
         found.is_some_and(|m| m.candidates.iter().any(|measured| measured.plan == hash))
     };
-    let topology = topology(request.device);
     let entries = registry.entries(request);
     // For all plans the same, so that what follows them is of no account.
     let mut sizes: Vec<u64> = (3..=MOST.ilog2()).map(|power| 1 << power).collect();
@@ -305,7 +323,8 @@ fn predicted(
                     .algorithm
                     .plan(request.collective, request.world_size, choice.blocks)
                     .ok()?;
-                let us = |plan: &Plan, piece| predicted_us(plan, &topology, whole.min(MOST), piece);
+                let us =
+                    |plan: &Plan, piece| predicted_us(request.device, plan, whole.min(MOST), piece);
                 Some((us(plan.plan(), whole)?, us(&current, choice.piece)?))
             });
             match times.flatten() {
@@ -321,8 +340,9 @@ fn predicted(
                         piece: size,
                         blocks: entry.blocks,
                     },
+                    request,
                 ),
-                _ => append(&mut better, choice),
+                _ => append(&mut better, choice, request),
             }
         }
         if !better.is_empty() {

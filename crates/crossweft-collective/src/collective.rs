@@ -341,7 +341,13 @@ impl PreparedCollective {
         } = options;
         let buffers = memory.buffers();
         let deadline = Instant::now() + communicator.timeout();
-        let is_same = |a: &Choice, b: &Choice| (&a.algorithm, a.blocks) == (&b.algorithm, b.blocks);
+        let is_same = |a: &Choice, b: &Choice| {
+            let form = |of: &Choice| {
+                let changes = of.algorithm.form_changes(&request);
+                changes.is_some_and(|at| of.piece >= at)
+            };
+            (&a.algorithm, a.blocks, form(a)) == (&b.algorithm, b.blocks, form(b))
+        };
         let all = selector.all();
         // What is chosen for several ranges of sizes is prepared once.
         let firsts = all.iter().map(|choice| {
@@ -521,24 +527,37 @@ impl PreparedCollective {
         Ok(())
     }
 
-    /// Records `calls` calls of [`run_symmetric`](Self::run_symmetric) into a CUDA graph.
+    /// Records `calls` calls of [`run_symmetric`](Self::run_symmetric) into a CUDA graph. `places` has the offsets of
+    /// input and output; if there are several, calls take them in turn.
     ///
     /// # Errors
-    /// As for [`run_symmetric`](Self::run_symmetric); also if this rank is not on a CUDA device, or the
-    /// message takes several pieces.
+    /// As for [`run_symmetric`](Self::run_symmetric); also if this rank is not on a CUDA device, or there are no places.
     pub fn record_symmetric(
         &self,
-        input_offset: u64,
-        output_offset: u64,
+        places: &[(u64, u64)],
         bytes: u64,
         calls: u32,
     ) -> Result<Recorded, CollectiveError> {
         let (prepared, piece) = self.select(bytes)?;
-        if bytes > piece as u64 {
-            return Err(self.usage(format!("{bytes} bytes are handled in pieces of {piece}")));
-        }
         let limit = self.communicator.timeout();
-        Ok(prepared.record_registered((input_offset, output_offset), bytes, calls, limit)?)
+        Ok(prepared.record_registered(places, (bytes, piece as u64), calls, limit)?)
+    }
+
+    /// Records `calls` calls of [`run_at`](Self::run_at) into a CUDA graph, which keeps the memory. `places` is as for
+    /// [`record_symmetric`](Self::record_symmetric).
+    ///
+    /// # Errors
+    /// As for [`run_at`](Self::run_at); also if this rank is not on a CUDA device, or there are no places.
+    pub fn record_at(
+        &self,
+        memory: (&Arc<hal::Memory>, &Arc<hal::Memory>),
+        places: &[(u64, u64)],
+        bytes: u64,
+        calls: u32,
+    ) -> Result<Recorded, CollectiveError> {
+        let (prepared, piece) = self.select(bytes)?;
+        let limit = self.communicator.timeout();
+        Ok(prepared.record_at(memory, places, (bytes, piece as u64), calls, limit)?)
     }
 
     /// Whether every launch on a CUDA stream that has ended, ended well. Ask after the stream has come to its end.

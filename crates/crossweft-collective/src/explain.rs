@@ -142,12 +142,11 @@ impl Explanation {
             row.us[chosen].map(|_| reason(found, row, chosen, may_win))
         };
         let chosen_because = measured().unwrap_or_else(|| choice.reason.to_string());
-        let topology = topology(request.device);
         let predicted = |entry: &Entry| {
             let (collective, ranks) = (request.collective, request.world_size);
             let plan = entry.candidate.plan(collective, ranks, entry.blocks).ok()?;
             let piece = entry.candidate.piece(request, bytes);
-            predicted_us(&plan, &topology, bytes, piece)
+            predicted_us(request.device, &plan, bytes, piece)
         };
         let mut candidates: Vec<(Explained, Entry)> = entries
             .into_iter()
@@ -207,7 +206,7 @@ impl Explanation {
             chosen: choice.algorithm.name().to_owned(),
             reason: chosen_because,
             source: selection.source().to_owned(),
-            predicted_for: topology.name,
+            predicted_for: topology(request.device).name,
             measured_bytes: row.map(|row: &Row| row.bytes),
             measured_with: times.map(|(found, _)| found.with()),
             candidates: with_reasons(candidates),

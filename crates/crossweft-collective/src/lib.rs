@@ -29,6 +29,7 @@ mod registry;
 mod rms_norm;
 mod selection;
 mod selector;
+mod shipped;
 mod switch_algorithms;
 mod table;
 mod threads;

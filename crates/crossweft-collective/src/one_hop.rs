@@ -47,7 +47,7 @@ pub(crate) fn plan(
     if ranks > 1 {
         b = match way {
             Way::Packets => b.packets(flow.packet_slots(), PacketType::Ll16),
-            Way::Staged(_) => b.scratch(flow.input_blocks * blocks * parts.min(2), true),
+            Way::Staged(_) => b.scratch(flow.staged_blocks() * blocks * parts.min(2), true),
             // Peers read from inputs for as long as outputs are written.
             Way::Direct | Way::Push if collective == Collective::AllToAll => {
                 b.in_place(InPlace::Forbidden)
@@ -164,6 +164,21 @@ impl Flow {
         }
     }
 
+    /// Blocks of an input that may go to other ranks: all but a rank's own, where that goes nowhere.
+    fn staged_blocks(&self) -> u32 {
+        let of = |rank: u32| {
+            let goes = |block: &u32| self.targets((rank, *block)).iter().any(|to| to.0 != rank);
+            (0..self.input_blocks).filter(goes).count() as u32
+        };
+        (0..self.ranks).map(of).max().unwrap_or(0)
+    }
+
+    /// Which of those a rank's block is.
+    fn staged_as(&self, rank: u32, block: u32) -> u32 {
+        let goes = |block: &u32| self.targets((rank, *block)).iter().any(|to| to.0 != rank);
+        (0..block).filter(goes).count() as u32
+    }
+
     /// Whether senders write, rather than receivers read. In place peers can only reach the larger buffer,
     /// which has the smaller one in it; where either would do, reading spreads a root's work over the ranks.
     fn pushes(&self) -> bool {
@@ -235,18 +250,51 @@ impl Ops<'_> {
         let in_turn = parts.min(2);
         for part in 0..parts {
             self.chunk = part * blocks + own;
-            let slot = |block: u32| (block * blocks + own) * in_turn + part % in_turn;
+            let slot = |from: u32, block: u32| {
+                (flow.staged_as(from, block) * blocks + own) * in_turn + part % in_turn
+            };
             self.begin();
-            for block in everyone(rank, flow.input_blocks) {
-                if self.peers_that_take(block).next().is_some() {
-                    self.send(block, vec![scratch(rank, slot(block))]);
-                }
-            }
+            self.stage(|block| slot(rank, block));
             self.signal(|peer| flow.sends(rank, peer));
+            // What stays here is copied while others use the links: by half of the thread blocks before, by half after.
+            let stays_first = own % 2 == 0;
+            if stays_first {
+                self.keep();
+            }
             self.wait(|peer| flow.sends(peer, rank));
-            self.receive(|_, (from, block)| scratch(from, slot(block)));
+            self.fetch(slot);
+            if !stays_first {
+                self.keep();
+            }
             self.end();
         }
+    }
+
+    /// Copies what others get to slots of this rank's.
+    fn stage(&mut self, slot: impl Fn(u32) -> u32) {
+        let rank = self.rank;
+        for block in everyone(rank, self.flow.input_blocks) {
+            if self.peers_that_take(block).next().is_some() {
+                self.send(block, vec![scratch(rank, slot(block))]);
+            }
+        }
+    }
+
+    /// Makes what peers have a part in, from their slots.
+    fn fetch(&mut self, slot: impl Fn(u32, u32) -> u32) {
+        let (flow, rank) = (self.flow, self.rank);
+        let stays = |target| matches!(flow.sources(target), [(from, _)] if *from == rank);
+        self.receive_if(
+            |target| !stays(target),
+            |_, (from, block)| scratch(from, slot(from, block)),
+        );
+    }
+
+    /// Copies what stays on this rank.
+    fn keep(&mut self) {
+        let (flow, rank) = (self.flow, self.rank);
+        let stays = |target| matches!(flow.sources(target), [(from, _)] if *from == rank);
+        self.receive_if(stays, |_, (from, block)| input(from, block));
     }
 
     /// Inputs are ready; then they were read. What stays on this rank is copied last: in place that is a write of

@@ -18,6 +18,7 @@ use crate::error::{CollectiveError, SelectorDifference};
 use crate::fingerprint::{Fingerprint, of_rank};
 use crate::registry::{Registry, RegistryError};
 use crate::selector::{Choice, Place, Selector};
+use crate::shipped;
 use crate::table::TuningTable;
 
 /// The variable that turns tuning tables off where it is `off`.
@@ -95,11 +96,34 @@ impl Selection {
         }
     }
 
-    /// Takes the table that was found, if it is to be used.
+    /// Takes the table that was found, if it is to be used, and what comes with the library where it says nothing.
     fn choose_by(&mut self, found: Found) {
+        let shipped = match &found {
+            Found::Off => None,
+            _ => shipped::table(&self.fingerprint),
+        };
+        let otherwise = match &shipped {
+            Some(_) => shipped::source(&self.fingerprint),
+            None => "the shipped rule".to_owned(),
+        };
+        self.take(found, &otherwise);
+        if let Some(shipped) = shipped {
+            let own = self.table.take().map(Arc::unwrap_or_clone);
+            let own =
+                own.unwrap_or_else(|| TuningTable::new(self.fingerprint.clone(), self.world_size));
+            self.table = Some(Arc::new(own.on_shipped(Some(shipped))));
+        }
+    }
+
+    /// Takes the table that was found, if it is to be used; choices come from elsewhere otherwise.
+    fn take(&mut self, found: Found, otherwise: &str) {
         let (path, text) = match found {
+            Found::Off => {
+                self.source = format!("{otherwise} ({TUNING_VARIABLE}=off)");
+                return;
+            }
             Found::Nothing { why } => {
-                self.source = format!("the shipped rule ({why})");
+                self.source = format!("{otherwise} ({why})");
                 return;
             }
             Found::Unreadable { path, why } => (path, Err(why)),
@@ -125,7 +149,7 @@ impl Selection {
                 self.warnings.push(format!(
                     "tuning table {path} is not used: {why}; run `crossweft tune` again"
                 ));
-                self.source = format!("the shipped rule (tuning table {path} is not used: {why})");
+                self.source = format!("{otherwise} (tuning table {path} is not used: {why})");
             }
         }
     }
@@ -179,6 +203,7 @@ impl Selection {
 
     /// Takes the table of new measurements instead of what was there.
     pub(crate) fn tuned(&mut self, table: TuningTable, path: Option<&Path>) {
+        let table = table.on_shipped(shipped::table(&self.fingerprint));
         self.source = match path {
             Some(path) => format!("tuning table {}", path.display()),
             None => "a tuning table of no file".to_owned(),
@@ -304,6 +329,8 @@ impl Selection {
 /// What there is of a tuning table.
 #[derive(Debug, Serialize, Deserialize)]
 enum Found {
+    /// Tables are turned off.
+    Off,
     /// None, and why.
     Nothing { why: String },
     /// One that cannot be read.
@@ -320,8 +347,7 @@ impl Found {
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Self {
         if variable(TUNING_VARIABLE).is_some_and(|value| value == "off") {
-            let why = format!("{TUNING_VARIABLE}=off");
-            return Self::Nothing { why };
+            return Self::Off;
         }
         let cache = Cache::decide(&variable);
         let Some(directory) = cache.directory() else {

@@ -13,7 +13,7 @@ use crossweft_plan::Collective;
 use serde::{Deserialize, Serialize};
 
 use crate::Algorithm;
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, SCRATCH_MAX};
 
 /// Where buffers lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -59,40 +59,57 @@ pub struct Selector {
 /// cores, see `docs/performance.md`: at 512 B 0.22 against 0.23 us where cores are near each other and
 /// 0.46 against 0.67 us where they are far; at 1 KiB 0.33 against 0.24 and 0.66 against 0.69 us.
 const ONE_SHOT_MAX: u64 = 512;
-/// The same on GPUs, for collectives that the executor runs: bytes that one rank sends.
+/// The same on GPUs for all but all-reduce: bytes of what one rank sends to one other, if that is all. Two H200, us, in one
+/// hop and otherwise, for messages of 512 KiB and 1 MiB: broadcast 6.9 and 8.0, 11.4 and 10.4; gather 6.7 and 7.8, 11.2 and
+/// 10.1; staged all-gather (private buffers) 8.5 and 10.5, 14.5 and 13.4.
 const GPU_ONE_SHOT_SENT: u64 = 768 << 10;
-/// And for all-reduce, which has kernels of its own. Two H200, one shot in lines against two shots: 2 MiB in 10.9 and 12.8
-/// us, 4 MiB in 18.3 and 19.7, 8 MiB in 35 and 31.8.
+/// Of collectives in which ranks both send and receive, in symmetric memory: all-gather of 256 KiB in 4.6 and 7.1 us, of 512 KiB
+/// in 8.5 and 7.9; reduce-scatter 8.6 and 8.9, of 1 MiB 14.8 and 11.4.
+const GPU_ONE_SHOT_BOTH_WAYS: u64 = 384 << 10;
+const GPU_ONE_SHOT_REDUCED: u64 = 512 << 10;
+/// And for all-reduce, which has lines. Two H200, one shot in lines against two shots: 2 MiB in 10.9 and 12.8
+/// us, 4 MiB in 18.3 and 19.7, 8 MiB in 35 and 31.8, staged 38.
 const GPU_ALL_REDUCE_MOST: u64 = 4 << 20;
+const GPU_ALL_REDUCE_PRIVATE_MOST: u64 = 8 << 20;
 /// Thread blocks that one shot takes, and for messages up to which size: with few, data queues in them; with
 /// many, they are waited for.
 const GPU_ONE_SHOT: [(u32, u64); 5] = [
     (1, 2 << 10),
     (4, 16 << 10),
-    (16, 64 << 10),
+    (16, 32 << 10),
     (64, 128 << 10),
     (GPU_MOST_BLOCKS, u64::MAX),
 ];
+/// Of an all-reduce in lines: 256 KiB in 4.1 us with 64, 4.8 with 128.
+const GPU_LINES: (u32, u64) = (64, 256 << 10);
 
 /// The largest message that one shot takes on GPUs.
 ///
 /// Of more than two ranks not measured but reckoned from what two have: each rank sends `n - 1` messages at 380 GB/s in
 /// one hop, or twice `(n - 1) / n` of one at 340 GB/s and two handshakes, which cost 5 us more.
-pub(crate) fn gpu_one_shot_max(collective: Collective, ranks: u32) -> u64 {
+pub(crate) fn gpu_one_shot_max(collective: Collective, ranks: u32, place: Place) -> u64 {
     let sent = u64::from(ranks.max(2)) - 1;
+    let most = match (collective, place) {
+        (Collective::AllReduce, Place::Private) => GPU_ALL_REDUCE_PRIVATE_MOST,
+        (Collective::AllReduce, _) => GPU_ALL_REDUCE_MOST,
+        (_, Place::Private) => GPU_ONE_SHOT_SENT,
+        (Collective::AllGather | Collective::AllToAll, _) => GPU_ONE_SHOT_BOTH_WAYS,
+        (Collective::ReduceScatter | Collective::Reduce { .. }, _) => GPU_ONE_SHOT_REDUCED,
+        _ => GPU_ONE_SHOT_SENT,
+    };
     if collective != Collective::AllReduce {
-        return GPU_ONE_SHOT_SENT / sent / 1024 * 1024;
+        return most / sent / 1024 * 1024;
     }
     // Nanoseconds a MiB that one shot takes longer.
     let longer = (2760 * sent).saturating_sub(6170 * sent / (sent + 1));
     let reckoned = (5000_u64 << 20).checked_div(longer).unwrap_or(u64::MAX);
-    reckoned.min(GPU_ALL_REDUCE_MOST) / 1024 * 1024
+    reckoned.min(most) / 1024 * 1024
 }
 
-/// Thread blocks of the other algorithms, and of the larger messages among theirs (two H200, two shots of 1 MiB:
-/// 12.4 us with 16, 10.9 with 32, 10.5 with 128; of 16 MiB: 77, 60 and 58).
-const GPU_BLOCKS: u32 = 32;
-const GPU_MEDIUM_MAX: u64 = 2 << 20;
+/// Thread blocks of the other algorithms, and of the larger messages among theirs (two H200, all-gather of 512 KiB: 7.9 us with 32,
+/// 8.0 with 64, 8.3 with 128; of 1 MiB: 10.5, 10.1 and 10.5; of 8 MiB 34.5, 31.1 and 31.1; two shots of 16 MiB: 62, 57 and 57).
+const GPU_BLOCKS: u32 = 64;
+const GPU_MEDIUM_MAX: u64 = 1 << 20;
 const GPU_MOST_BLOCKS: u32 = 128;
 /// Scratch memory is bounded: staged messages go through it in pieces.
 pub(crate) const PIECE: u64 = 4 << 20;
@@ -112,13 +129,13 @@ const ONE_MEMORY: &str = "one memory, where blocks change places: they go throug
 const IN_PARTS: &str = "larger than the scratch memory: blocks go through it in parts";
 
 /// The choices for messages from where one hop of packets stops paying up to `max_bytes`, with one thread block.
-/// Scratch memory is about as large as `piece`.
+/// Scratch memory is about as large as `piece`; of several blocks, those of up to `whole` bytes are staged whole.
 fn large(
     collective: Collective,
     world_size: u32,
     place: Place,
     max_bytes: u64,
-    piece: u64,
+    (piece, whole): (u64, u64),
 ) -> Vec<Choice> {
     let reduces_in_shares = matches!(
         collective,
@@ -143,15 +160,20 @@ fn large(
         reason: reason.into(),
     };
     // Of several blocks, parts do not lie side by side: the plan itself goes through them in parts.
-    let (input, output) = collective.blocks(world_size).unwrap_or((1, 1));
-    let at_once = piece / u64::from(input.max(output));
-    if algorithm == Algorithm::Staged && input.max(output) > 1 && max_bytes > at_once {
+    if algorithm == Algorithm::Staged && blocks_of(collective, world_size) > 1 && max_bytes > whole
+    {
         return vec![
-            choice(Algorithm::Staged, at_once, reason),
+            choice(Algorithm::Staged, whole, reason),
             choice(Algorithm::Pipelined, max_bytes, IN_PARTS),
         ];
     }
     vec![choice(algorithm, max_bytes, reason)]
+}
+
+/// Blocks of the larger of input and output.
+fn blocks_of(collective: Collective, world_size: u32) -> u64 {
+    let (input, output) = collective.blocks(world_size).unwrap_or((1, 1));
+    u64::from(input.max(output))
 }
 
 /// The largest part of a message that one launch handles: all of it where it goes through no scratch memory, or where
@@ -174,7 +196,8 @@ impl Selector {
     /// The choices for messages of up to `max_bytes` bytes.
     #[must_use]
     pub fn new(collective: Collective, world_size: u32, place: Place, max_bytes: u64) -> Self {
-        let large = large(collective, world_size, place, max_bytes, PIECE);
+        let whole = PIECE / blocks_of(collective, world_size);
+        let large = large(collective, world_size, place, max_bytes, (PIECE, whole));
         if world_size == 1 {
             return Self::of(large, Vec::new());
         }
@@ -195,15 +218,19 @@ impl Selector {
     #[must_use]
     pub fn for_gpus(collective: Collective, world_size: u32, place: Place, max_bytes: u64) -> Self {
         if world_size == 1 {
-            let choices = large(collective, world_size, place, max_bytes, PIECE);
+            let choices = large(collective, world_size, place, max_bytes, (PIECE, PIECE));
             let mut alone = Self::of(choices, Vec::new());
             alone.with_blocks(GPU_BLOCKS);
             return alone;
         }
-        let one_shot_max = gpu_one_shot_max(collective, world_size);
+        let one_shot_max = gpu_one_shot_max(collective, world_size, place);
         let mut choices = Vec::new();
         // Few steps: each is a plan with memory of its own.
-        for (blocks, up_to) in GPU_ONE_SHOT {
+        let mut steps = GPU_ONE_SHOT.to_vec();
+        if collective == Collective::AllReduce {
+            steps.insert(steps.len() - 1, GPU_LINES);
+        }
+        for (blocks, up_to) in steps {
             let up_to = up_to.min(one_shot_max).min(max_bytes);
             choices.push(Choice {
                 algorithm: Algorithm::OneShot.into(),
@@ -222,7 +249,10 @@ impl Selector {
             }
         }
         let medium = max_bytes.min(GPU_MEDIUM_MAX);
-        let mut large = large(collective, world_size, place, max_bytes, GPU_PIECE);
+        // What goes to others is there twice. In parts it takes longer: two H200, all-gather of 8 MiB by 16 thread blocks 60 and 179 us.
+        let whole = SCRATCH_MAX / 2 / (blocks_of(collective, world_size) - 1).max(1);
+        let pieces = (GPU_PIECE, whole);
+        let mut large = large(collective, world_size, place, max_bytes, pieces);
         // Two H200, all-to-all of 32 MiB: 68 us when read; all-gather, which is written, 54.
         let pushes = Algorithm::of(collective).contains(&Algorithm::Push);
         for choice in &mut large {
@@ -448,10 +478,13 @@ mod tests {
         assert_eq!(names(&all_to_all, &[8, 5 << 20]), ["one-shot", "push"]);
         // More ranks, more that each sends.
         let most: Vec<_> = (2..=16)
-            .map(|n| gpu_one_shot_max(Collective::AllReduce, n))
+            .map(|n| gpu_one_shot_max(Collective::AllReduce, n, Place::Symmetric))
             .collect();
         assert!(most.is_sorted_by(|a, b| a >= b), "{most:?}");
-        assert_eq!(gpu_one_shot_max(Collective::AllGather, 4), 256 << 10);
+        assert_eq!(
+            gpu_one_shot_max(Collective::AllGather, 4, Place::Private),
+            256 << 10
+        );
     }
 
     #[test]

@@ -98,6 +98,9 @@ pub struct Measurements {
     pub candidates: Vec<Measured>,
     /// A row for each size, ascending.
     pub rows: Vec<Row>,
+    /// Whether it came with the library instead of having been measured here.
+    #[serde(skip)]
+    pub is_shipped: bool,
 }
 
 /// A candidate that was measured.
@@ -134,6 +137,7 @@ impl Measurements {
             op: request.op.name().to_owned(),
             candidates,
             rows: Vec::new(),
+            is_shipped: false,
         }
     }
 
@@ -366,15 +370,41 @@ impl TuningTable {
         self.measurements.push(new);
     }
 
-    /// What answers a request: measured with its type and operation, else with its type, else with any. One memory is
-    /// like two, but for what cannot be done in it.
+    /// The same with what comes with the library, where this has nothing of its own.
+    #[must_use]
+    pub(crate) fn on_shipped(mut self, shipped: Option<Self>) -> Self {
+        let theirs = shipped.into_iter().flat_map(|table| table.measurements);
+        for mut measurements in theirs {
+            if !self
+                .measurements
+                .iter()
+                .any(|own| own.is_of_the_same(&measurements))
+            {
+                measurements.is_shipped = true;
+                self.measurements.push(measurements);
+            }
+        }
+        self
+    }
+
+    /// What was measured here of it.
+    #[must_use]
+    pub(crate) fn measured_here(mut self) -> Self {
+        self.measurements
+            .retain(|measurements| !measurements.is_shipped);
+        self
+    }
+
+    /// What answers a request: measured here before what came with the library, and of either with its type and operation,
+    /// else with its type, else with any. One memory is like two, but for what cannot be done in it.
     pub(crate) fn find(&self, request: &Request) -> Option<&Measurements> {
         let Request { dtype, op, .. } = request;
         let of_place = |place: Place| {
             let those = move |m: &&Measurements| {
                 m.place == place && m.collective == request.collective.name()
             };
-            let nearness = |m: &&Measurements| (m.dtype == dtype.name(), m.op == op.name());
+            let nearness =
+                |m: &&Measurements| (!m.is_shipped, m.dtype == dtype.name(), m.op == op.name());
             // The first of several that are as near.
             self.measurements
                 .iter()

@@ -3,19 +3,20 @@
 //! For each size, powers of two and two sizes between each and the next, all candidates take turns: the input is
 //! written anew, a tiny all-reduce lines the ranks up, one call is timed. A call takes as long as on the slowest rank,
 //! a candidate the median of its calls; those that are near the best get more of them, as far as the budget goes. On
-//! GPUs, calls of symmetric memory are recorded into a graph, and its replays are timed by the device.
+//! GPUs, calls are recorded into a graph, and its replays are timed by the device.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossweft_device::extent::GRANULE;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_executor::{ExecutorError, Recorded};
 use crossweft_hal as hal;
 use crossweft_hal::cuda::Cache;
 use crossweft_plan::Collective;
 
-use crate::candidate::{Request, collective_named};
+use crate::candidate::{Candidate, Request, collective_named};
 use crate::collective::{CollectiveOptions, PreparedCollective};
 use crate::communicator::{Communicator, SymmetricBuffer};
 use crate::error::CollectiveError;
@@ -85,7 +86,7 @@ pub fn tune(
     let world_size = communicator.world_size();
     let fingerprint = selection.fingerprint().clone();
     let mut table = match selection.table() {
-        Some(table) => table.clone(),
+        Some(table) => table.clone().measured_here(),
         None => TuningTable::new(fingerprint.clone(), world_size),
     };
     let grid = |one: &TuneOptions| sizes(one.dtype.size() as u64, one.max_bytes);
@@ -205,7 +206,6 @@ const FAR_SIZES: u32 = 3;
 struct Tuner<'a> {
     communicator: &'a Communicator,
     options: &'a TuneOptions,
-    request: Request,
     contestants: Vec<Contestant>,
     buffers: Buffers,
     /// What inputs hold.
@@ -223,8 +223,11 @@ struct Tuner<'a> {
 
 struct Contestant {
     entry: Entry,
+    /// Which of the measured candidates it is.
+    column: usize,
+    /// The smallest message that it is for.
+    least: u64,
     most: u64,
-    piece: u64,
     call: PreparedCollective,
     /// How many times slower than the best it was at the size before.
     behind: f64,
@@ -237,7 +240,8 @@ enum Buffers {
     Host(Vec<u8>, Vec<u8>),
     /// Inputs; what is prepared keeps the memory of outputs.
     Symmetric(SymmetricBuffer),
-    Device(Box<hal::Memory>, Box<hal::Memory>),
+    /// On a GPU.
+    Device(Arc<hal::Memory>, Arc<hal::Memory>),
 }
 
 /// Of any type a harmless number, neither tiny nor huge.
@@ -267,7 +271,7 @@ impl<'a> Tuner<'a> {
                 Buffers::Host(vec![BYTE; input as usize], vec![0; output as usize])
             }
             Place::Private => {
-                let allocate = |bytes| communicator.device().allocate(bytes).map(Box::new);
+                let allocate = |bytes| communicator.device().allocate(bytes).map(Arc::new);
                 Buffers::Device(allocate(input)?, allocate(output)?)
             }
             _ => {
@@ -277,6 +281,13 @@ impl<'a> Tuner<'a> {
                 Buffers::Symmetric(input)
             }
         };
+        let data = vec![BYTE; input as usize];
+        // What graphs repeat is not written anew.
+        match &buffers {
+            Buffers::Symmetric(buffer) if !on_cpu => buffer.write(0, &data)?,
+            Buffers::Device(buffer, _) => buffer.write(0, &data)?,
+            _ => {}
+        }
         let request = Request::new(communicator, collective, &prepare);
         let mut contestants = Vec::new();
         let mut measured = Vec::new();
@@ -284,48 +295,48 @@ impl<'a> Tuner<'a> {
             let Ok(most @ 1..) = entry.most else {
                 continue;
             };
-            let piece = entry.candidate.piece(&request, most).min(most);
-            let only = Selector::of(
-                vec![Choice {
-                    algorithm: entry.candidate.clone(),
-                    up_to: most,
-                    piece,
-                    blocks: entry.blocks,
-                    reason: "measured".into(),
-                }],
-                Vec::new(),
-            );
-            let chosen = (only, Arc::clone(selection));
-            let call = PreparedCollective::with_selector(
-                communicator,
-                collective,
-                prepare.clone(),
-                chosen,
-            );
-            let call = match call {
-                Ok(call) => call,
-                Err(error) if cannot_run(&error) => {
-                    tracing::debug!("{} is not measured: {error}", entry.candidate);
-                    continue;
-                }
-                Err(error) => return Err(error),
-            };
             // What is measured with one root holds for all.
             let any = collective_named(collective.name(), 0).unwrap_or(collective);
             let plan = entry.candidate.plan(any, world_size, 1)?;
-            measured.push(Measured::new(
-                &entry.candidate,
-                entry.blocks,
-                plan.content_hash(),
-            ));
-            contestants.push(Contestant {
-                entry,
-                most,
-                piece,
-                call,
-                behind: f64::INFINITY,
-                far: 0,
-            });
+            let column = measured.len();
+            let mut prepared = Vec::new();
+            for (least, most) in forms(&entry.candidate, &request, most) {
+                let piece = entry.candidate.piece(&request, most).min(most);
+                let only = Selector::of(
+                    vec![Choice {
+                        algorithm: entry.candidate.clone(),
+                        up_to: most,
+                        piece,
+                        blocks: entry.blocks,
+                        reason: "measured".into(),
+                    }],
+                    Vec::new(),
+                );
+                let chosen = (only, Arc::clone(selection));
+                let prepare = prepare.clone();
+                let call =
+                    PreparedCollective::with_selector(communicator, collective, prepare, chosen);
+                match call {
+                    Ok(call) => prepared.push(Contestant {
+                        entry: entry.clone(),
+                        column,
+                        least,
+                        most,
+                        call,
+                        behind: f64::INFINITY,
+                        far: 0,
+                    }),
+                    Err(error) if cannot_run(&error) => {
+                        tracing::debug!("{} is not measured: {error}", entry.candidate);
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            if !prepared.is_empty() {
+                contestants.append(&mut prepared);
+                let hash = plan.content_hash();
+                measured.push(Measured::new(&entry.candidate, entry.blocks, hash));
+            }
         }
         let line = CollectiveOptions::new(DataType::U64, ReduceOp::Sum, 8)
             .algorithm(crate::Algorithm::OneShot);
@@ -338,10 +349,9 @@ impl<'a> Tuner<'a> {
             measurements: Measurements::new(&request, measured),
             communicator,
             options,
-            request,
             contestants,
             buffers,
-            data: vec![BYTE; input as usize],
+            data,
             gate: (gate, gate_memory),
             started,
             spent: Duration::ZERO,
@@ -353,11 +363,14 @@ impl<'a> Tuner<'a> {
     /// Measures one size; `left` are those that are left, this one included.
     fn size(&mut self, bytes: u64, left: usize) -> Result<(), CollectiveError> {
         let fits: Vec<usize> = (0..self.contestants.len())
-            .filter(|index| self.contestants[*index].takes(bytes, &self.request))
+            .filter(|index| self.contestants[*index].takes(bytes))
             .collect();
-        let mut calls = self.calls(&fits, bytes)?;
+        let calls = self.calls(&fits, bytes)?;
+        // Making graphs must not wait for kernels of ranks on the same device that wait for this one.
+        self.communicator.barrier()?;
+        let all: Vec<_> = calls.iter().map(Option::as_ref).collect();
         let begun = Instant::now();
-        let mut times = self.turns(&mut calls, &fits, bytes, LEAST_CALLS)?;
+        let mut times = self.turns(&all, &fits, bytes, LEAST_CALLS)?;
         let (first, [took, spent]) =
             self.gather(&times, [begun.elapsed(), self.started.elapsed()])?;
         self.spent = spent;
@@ -389,43 +402,44 @@ impl<'a> Tuner<'a> {
         let more = (share.as_secs_f64() / turn.max(1e-7)) as usize;
         let more = more.min(MOST_CALLS - LEAST_CALLS);
         if near.len() > 1 && more > 0 {
-            let mut calls: Vec<_> = fits
-                .iter()
-                .zip(calls)
+            let those = fits.iter().zip(all);
+            let calls: Vec<_> = those
                 .filter(|(index, _)| near.contains(index))
                 .map(|(_, call)| call)
                 .collect();
-            let extra = self.turns(&mut calls, &near, bytes, more)?;
+            let extra = self.turns(&calls, &near, bytes, more)?;
             for (index, extra) in near.iter().zip(extra) {
                 let at = fits.iter().position(|fit| fit == index).unwrap_or(0);
                 times[at].extend(extra);
             }
         }
         let (times, _) = self.gather(&times, [Duration::ZERO; 2])?;
-        let mut us = vec![None; self.contestants.len()];
+        let mut us = vec![None; self.measurements.candidates.len()];
         for (index, times) in fits.iter().zip(&times) {
             let median = median(times);
             self.timed += 1;
             self.disturbed += usize::from(median > 2.0 * least(times));
             // No more digits than mean anything.
             let rounded = (median * 1e3).round() / 1e3;
-            us[*index] = Some(rounded).filter(|us| us.is_finite() && *us > 0.0);
+            us[self.contestants[*index].column] =
+                Some(rounded).filter(|us| us.is_finite() && *us > 0.0);
         }
         self.measurements.rows.push(Row { bytes, us });
         Ok(())
     }
 
     /// How each of those is called.
-    fn calls(&self, those: &[usize], bytes: u64) -> Result<Vec<Option<Graph>>, CollectiveError> {
-        let on_gpu = !matches!(self.communicator.device(), hal::Device::Cpu);
-        let graph = |index: &usize| match self.buffers {
-            Buffers::Symmetric(_) if on_gpu => {
-                let calls = if bytes < 1 << 20 { 20 } else { 5 };
-                let call = &self.contestants[*index].call;
-                let recorded = call.record_symmetric(0, 0, bytes, calls)?;
-                Ok(Some(Graph(recorded)))
-            }
-            _ => Ok(None),
+    fn calls(&self, those: &[usize], bytes: u64) -> Result<Vec<Option<Recorded>>, CollectiveError> {
+        let on_cpu = matches!(self.communicator.device(), hal::Device::Cpu);
+        let graph = |index: &usize| {
+            let (call, places) = (&self.contestants[*index].call, &[(0, 0)]);
+            let calls = if bytes < 1 << 20 { 20 } else { 5 };
+            let recorded = match &self.buffers {
+                Buffers::Device(from, to) => call.record_at((from, to), places, bytes, calls)?,
+                Buffers::Symmetric(_) if !on_cpu => call.record_symmetric(places, bytes, calls)?,
+                _ => return Ok(None),
+            };
+            Ok(Some(recorded))
         };
         those.iter().map(graph).collect()
     }
@@ -433,15 +447,15 @@ impl<'a> Tuner<'a> {
     /// Has those take turns, so many times each; returns the times of each in microseconds.
     fn turns(
         &mut self,
-        calls: &mut [Option<Graph>],
+        calls: &[Option<&Recorded>],
         those: &[usize],
         bytes: u64,
         turns: usize,
     ) -> Result<Vec<Vec<f64>>, CollectiveError> {
         let mut times = vec![Vec::with_capacity(turns); those.len()];
         for turn in 0..=turns {
-            for ((index, call), times) in those.iter().zip(&mut *calls).zip(&mut times) {
-                let time = self.time(*index, call.as_mut(), bytes)?;
+            for ((index, call), times) in those.iter().zip(calls).zip(&mut times) {
+                let time = self.time(*index, *call, bytes)?;
                 // The first warms it up.
                 if turn > 0 {
                     times.push(time.as_secs_f64() * 1e6);
@@ -454,9 +468,14 @@ impl<'a> Tuner<'a> {
     fn time(
         &mut self,
         index: usize,
-        graph: Option<&mut Graph>,
+        graph: Option<&Recorded>,
         bytes: u64,
     ) -> Result<Duration, CollectiveError> {
+        if let Some(recorded) = graph {
+            // It begins with a call that lines the ranks up.
+            let limit = self.communicator.timeout();
+            return Ok(recorded.start()?.finish(limit)?);
+        }
         let world_size = self.communicator.world_size();
         let (i, o) = self.options.collective.blocks(world_size).unwrap_or((1, 1));
         let (input, output) = (
@@ -472,11 +491,6 @@ impl<'a> Tuner<'a> {
         match &self.gate {
             (gate, None) => gate.run_in_place(&mut [0; 8])?,
             (gate, Some(memory)) => gate.run_at((memory, 0), (memory, 0), 8)?,
-        }
-        if let Some(Graph(recorded)) = graph {
-            let limit = self.communicator.timeout();
-            recorded.start(limit)?;
-            return Ok(recorded.finish(limit)?);
         }
         let call = &self.contestants[index].call;
         let start = Instant::now();
@@ -518,17 +532,20 @@ impl<'a> Tuner<'a> {
     }
 }
 
-/// Many calls in a CUDA graph.
-struct Graph(Recorded);
-
 impl Contestant {
-    /// Whether it can be measured at that size: what is recorded is one launch.
-    fn takes(&self, bytes: u64, request: &Request) -> bool {
-        let one_launch = request.device == crate::DeviceKind::Cpu || bytes <= self.piece;
+    /// Whether it is measured at that size.
+    fn takes(&self, bytes: u64) -> bool {
         self.far < FAR_SIZES
-            && bytes <= self.most
-            && one_launch
+            && (self.least..=self.most).contains(&bytes)
             && self.entry.candidate.takes(bytes)
+    }
+}
+
+/// For which sizes a candidate has to be prepared apart, up to `most`.
+fn forms(candidate: &Candidate, request: &Request, most: u64) -> Vec<(u64, u64)> {
+    match candidate.form_changes(request) {
+        Some(at) if at <= most => vec![(0, at - GRANULE), (at, most)],
+        _ => vec![(candidate.worth_from(request.device), most)],
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use crossweft_collective::{
     Algorithm, AllReduceOptions, Collective, CollectiveError, Communicator, CommunicatorOptions,
-    DataType, DeviceKind, Place, ReduceOp, Request, Scalar, TuneOptions, run_in_threads,
-    run_in_threads_on, tune,
+    DataType, DeviceKind, Place, ReduceOp, Request, Scalar, Selection, TuneOptions, TuningTable,
+    run_in_threads, run_in_threads_on, tune,
 };
 use crossweft_executor::{Buffers, Options, Prepared, Together};
 use crossweft_hal::cuda::{Cache, Context, Driver};
@@ -224,20 +224,21 @@ fn a_thousand_replays_of_two_communicators_on_two_streams() {
         let (small, small_buffer) = doubling(first, 4096, Algorithm::OneShot, 2)?;
         let (large, large_buffer) = doubling(second, 1 << 20, Algorithm::TwoShot, 8)?;
         let (small_graph, large_graph) = (
-            small.record_symmetric(0, 0, 4096, 9)?,
-            large.record_symmetric(0, 0, 1 << 20, 9)?,
+            small.record_symmetric(&[(0, 0)], 4096, 9)?,
+            large.record_symmetric(&[(0, 0)], 1 << 20, 9)?,
         );
         for buffer in [&small_buffer, &large_buffer] {
             buffer.write(0, &[1_u32.to_le_bytes(); 1024].concat())?;
         }
         first.barrier()?;
-        for _ in 0..100 {
-            // Back to back: each replay is one call and nine recorded ones.
-            small_graph.start(LIMIT)?;
-            large_graph.start(LIMIT)?;
+        // Back to back: each replay is one call and nine more.
+        let (mut of_small, mut of_large) = (small_graph.start()?, large_graph.start()?);
+        for _ in 1..100 {
+            of_small.again()?;
+            of_large.again()?;
         }
-        small_graph.finish(LIMIT)?;
-        large_graph.finish(LIMIT)?;
+        of_small.finish(LIMIT)?;
+        of_large.finish(LIMIT)?;
         first.barrier()?;
         // 2^1000 in 32 bits; three ranks would make it a number one can tell.
         for buffer in [&small_buffer, &large_buffer] {
@@ -251,13 +252,14 @@ fn a_thousand_replays_of_two_communicators_on_two_streams() {
     let expected = (0..1000).fold(1_u32, |x, _| x.wrapping_mul(3));
     on(&device, 3, |communicator| {
         let (all_reduce, buffer) = doubling(communicator, 4096, Algorithm::OneShot, 4)?;
-        let graph = all_reduce.record_symmetric(0, 0, 4096, 9)?;
+        let graph = all_reduce.record_symmetric(&[(0, 0)], 4096, 9)?;
         buffer.write(0, &[1_u32.to_le_bytes(); 1024].concat())?;
         communicator.barrier()?;
-        for _ in 0..100 {
-            graph.start(LIMIT)?;
+        let mut replay = graph.start()?;
+        for _ in 1..100 {
+            replay.again()?;
         }
-        let time = graph.finish(LIMIT)?;
+        let time = replay.finish(LIMIT)?;
         let mut words = vec![0; 4096];
         buffer.read(0, &mut words)?;
         for word in words.chunks_exact(4) {
@@ -555,9 +557,43 @@ fn tuning_measures_in_graphs_and_what_is_chosen_by_it_is_right() {
         let variable = |name: &str| {
             (name == "CROSSWEFT_CACHE_DIR").then(|| folder.path().as_os_str().to_owned())
         };
-        let selection = crossweft_collective::Selection::decide(fingerprint, 2, variable)?;
+        let selection = Selection::decide(fingerprint, 2, variable)?;
         Ok(selection.select(&request).to_string())
     });
     println!("{}", chosen[0]);
     assert!(chosen[0].contains("measured: "), "{}", chosen[0]);
+
+    // A start with that table measures nothing, and chooses by it; one that differs on a rank is named on all.
+    let text = tables[0].to_json();
+    let mut other: serde_json::Value = serde_json::from_str(&text).unwrap();
+    for measurements in other["measurements"].as_array_mut().unwrap() {
+        let candidates = measurements["candidates"].as_array().unwrap();
+        let last = candidates.len() - 1;
+        for row in measurements["rows"].as_array_mut().unwrap() {
+            row["us"][last] = 0.001.into();
+        }
+    }
+    let texts = [text, other.to_string()];
+    let errors = on(&device, 2, |communicator| {
+        let of = |text: &String| {
+            let table = TuningTable::from_json(text.as_bytes()).unwrap();
+            communicator.select_by(Selection::of_table(table))
+        };
+        of(&texts[0])?;
+        assert_eq!(
+            communicator.selection().select(&request).to_string(),
+            chosen[0]
+        );
+        Ok(of(&texts[communicator.rank() as usize])
+            .unwrap_err()
+            .to_string())
+    });
+    for error in errors {
+        assert!(error.starts_with("all-reduce, "), "{error}");
+        assert!(error.contains("rank 1 would take "), "{error}");
+        assert!(
+            error.contains("give every rank the same tuning table"),
+            "{error}"
+        );
+    }
 }

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossweft_collective::{
-    Blocks, CollectiveError, Communicator, CommunicatorOptions, DataType, Exchange, ExchangeError,
-    ExchangeOptions, ReduceOp, Region, SymmetricBuffer, run_in_threads, run_in_threads_on,
+    Blocks, CollectiveError, CollectiveOptions, Communicator, CommunicatorOptions, Counts,
+    DataType, Exchange, ExchangeError, ExchangeOptions, ReduceOp, Region, SymmetricBuffer,
+    run_in_threads, run_in_threads_on,
 };
 use crossweft_hal::cuda::{Context, Driver, Event, Stream};
 use crossweft_hal::{Device, Memory};
@@ -615,6 +616,51 @@ fn collectives_of_any_counts_leave_the_cpu_s_bytes() {
                 assert_eq!(differ, None, "{kind:?}, rank {rank} of {ranks}");
             }
         }
+    }
+}
+
+/// Counts that no list of the host ever holds: the output of one call is where the next one looks.
+#[test]
+fn blocks_are_where_memory_of_the_device_says() {
+    let device = device!();
+    for ranks in [2, 3] {
+        on(&device, (ranks, 20), |communicator| {
+            let (_stream, arena, exchange) = usual(communicator)?;
+            let rank = communicator.rank();
+            let table = 8 * u64::from(ranks);
+            let sent = communicator.allocate(table)?;
+            let received = communicator.allocate(table)?;
+            let swap = CollectiveOptions::copies(DataType::U64, 8).symmetric(&sent, &received);
+            let swap = communicator.all_to_all(swap)?;
+            let count = |round: u64, from: u32, to: u32| {
+                (round * 7 + u64::from(from) * 3 + u64::from(to) * 5) % 11
+            };
+            for round in 0..8 {
+                arena.clear();
+                for peer in 0..ranks {
+                    let here = u64::from(peer) * 8;
+                    sent.write(here, &count(round, rank, peer).to_ne_bytes())?;
+                }
+                communicator.barrier()?;
+                swap.run_symmetric(0, 0, 8)?;
+                let bytes = |from, to| count(round, from, to) as usize * 2;
+                let message = |from, to| content(round, from, to, bytes(from, to));
+                let input: Vec<u8> = (0..ranks).flat_map(|peer| message(rank, peer)).collect();
+                let expected: Vec<u8> = (0..ranks).flat_map(|peer| message(peer, rank)).collect();
+                let (from, to) = (arena.holding(&input, 0)?, arena.place(expected.len(), 0)?);
+                exchange.calls(None).all_to_all_v(
+                    DataType::F16,
+                    (from.region(), Blocks::packed(Counts::symmetric(&sent, 0))),
+                    (to.region(), Blocks::packed(Counts::symmetric(&received, 0))),
+                )?;
+                assert_eq!(
+                    to.read()?,
+                    expected,
+                    "round {round}, rank {rank} of {ranks}"
+                );
+            }
+            communicator.barrier()
+        });
     }
 }
 

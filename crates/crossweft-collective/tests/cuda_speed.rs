@@ -1,5 +1,5 @@
 //! What a small call costs, in one piece, by the executor and beside a kernel from nvcc, and other figures of one CUDA device: two
-//! virtual ranks on it, calls recorded into graphs. Prints; asserts nothing about time. Run with
+//! virtual ranks on it, calls recorded into graphs, some tests on two where there are two. Prints; asserts nothing about time. Run with
 //! `CUDA_DEVICE_MAX_CONNECTIONS=32`, `--nocapture` and an optimised build.
 #![allow(clippy::unwrap_used, unsafe_code, reason = "tests")]
 
@@ -22,7 +22,7 @@ use crossweft_hal::cuda::{
     Argument, CompileOptions, Context, Driver, Event, Kernel, Module, PinnedMemory, Shape, Stream,
 };
 use crossweft_kernels::{
-    GpuContext, MAX_FUSED, OneShot, bench, bench_module, channel, channel_module,
+    GpuContext, MAX_FUSED, OneShot, TwoShot, bench, bench_module, channel, channel_module,
 };
 use crossweft_verify::{Pattern, fill};
 
@@ -38,6 +38,16 @@ fn context() -> Option<Arc<Context>> {
             None
         }
     }
+}
+
+/// Of two GPUs, or of the only one, or none.
+fn contexts() -> Vec<Arc<Context>> {
+    let Some(first) = context() else {
+        return Vec::new();
+    };
+    let second = Driver::open().and_then(|driver| driver.device(1));
+    let second = second.map(|device| Context::retain(&device).unwrap());
+    [first].into_iter().chain(second.ok()).collect()
 }
 
 fn kernel(context: &Arc<Context>, entry: &str) -> Kernel {
@@ -241,12 +251,11 @@ fn recorded(
     line_up: impl Fn(),
 ) -> Result<(f64, f64), CollectiveError> {
     plan.run_registered(0, 0, bytes, LIMIT)?;
-    let recorded = plan.record_registered((0, 0), bytes, CALLS, LIMIT)?;
+    let recorded = plan.record_registered(&[(0, 0)], (bytes, bytes), CALLS, LIMIT)?;
     let mut times = Vec::new();
     for replay in 0..=REPLAYS {
         line_up();
-        recorded.start(LIMIT)?;
-        let time = recorded.finish(LIMIT)?;
+        let time = recorded.start()?.finish(LIMIT)?;
         if replay > 0 {
             times.push(time.as_secs_f64() * 1e6);
         }
@@ -265,8 +274,25 @@ fn rivals(context: &Arc<Context>) -> Option<Arc<Module>> {
     Some(Module::load(context, "rivals", &ptx, &options).unwrap())
 }
 
-/// Median and least time on one rank: of a call as it is made, of the executor, of the kernel from nvcc.
-type Row = [(f64, f64); 3];
+/// Median and least time on one rank: of a call as it is made, of the executor, of kernels from nvcc.
+type Row = [(f64, f64); 4];
+
+/// Of a time that nobody took.
+const UNKNOWN: (f64, f64) = (f64::NAN, f64::NAN);
+
+/// The slowest rank's times, in words, and the ratio of the first to each of the others.
+fn beside<const N: usize>(rows: &[[(f64, f64); N]], names: [&str; N]) -> String {
+    let most = |of: usize| {
+        let of =
+            |pick: fn(&(f64, f64)) -> f64| rows.iter().map(|r| pick(&r[of])).fold(0.0, f64::max);
+        (of(|row| row.0), of(|row| row.1))
+    };
+    let words = names.iter().enumerate().map(|(of, name)| {
+        let (p50, min) = most(of);
+        format!("{name} {p50:.2} (min {min:.2}; {:.3})", most(0).0 / p50)
+    });
+    words.collect::<Vec<_>>().join(", ")
+}
 
 #[test]
 fn a_one_shot_beside_the_executor_and_nvcc() {
@@ -300,7 +326,7 @@ fn a_one_shot_beside_the_executor_and_nvcc() {
                     };
                     let (call, executor) = (by(true)?, by(false)?);
                     let Some(rivals) = &rivals else {
-                        return Ok([call, executor, (f64::NAN, f64::NAN)]);
+                        return Ok([call, executor, UNKNOWN, UNKNOWN]);
                     };
 
                     let packets = communicator.allocate(8 * bytes)?;
@@ -340,35 +366,293 @@ fn a_one_shot_beside_the_executor_and_nvcc() {
                     };
                     launch.target[0] = at(peer, rank);
                     launch.source[peer as usize] = at(rank, peer);
-                    let one_shot = rivals.kernel("rival_one_shot").unwrap();
                     let threads = (launch.step / 16).next_multiple_of(32).clamp(32, 384);
                     let shape = Shape::linear(blocks, threads as u32);
-                    let rival = in_graph(
-                        &stream,
-                        |stream| {
-                            // SAFETY: what the kernel takes; all memory is kept until the end.
-                            unsafe { one_shot.launch(stream, &shape, &[Argument::from(&launch)]) }
+                    let rival = |name: &str| {
+                        let one_shot = rivals.kernel(name).unwrap();
+                        in_graph(
+                            &stream,
+                            |stream| {
+                                // SAFETY: what the kernel takes; all memory is kept until the end.
+                                unsafe {
+                                    one_shot.launch(stream, &shape, &[Argument::from(&launch)])
+                                }
                                 .unwrap();
-                        },
-                        line_up,
-                    );
+                            },
+                            line_up,
+                        )
+                    };
+                    let (bare, whole) = (rival("rival_one_shot"), rival("rival_one_shot_bounded"));
                     communicator.barrier()?;
-                    Ok([call, executor, rival])
+                    Ok([call, executor, whole, bare])
                 },
             )
             .unwrap();
-            let most = |of: usize| {
-                let p50 = rows.iter().map(|r| r[of].0).fold(0.0, f64::max);
-                let min = rows.iter().map(|r| r[of].1).fold(0.0, f64::max);
-                format!("{p50:.2} (min {min:.2})")
-            };
+            let names = [
+                "in one piece",
+                "executor",
+                "nvcc",
+                "nvcc without ends of waits",
+            ];
             println!(
-                "{bytes:>6} B, {blocks:>2} blocks: in one piece {} us, executor {}, nvcc {}",
-                most(0),
-                most(1),
-                most(2),
+                "{bytes:>6} B, {blocks:>2} blocks, us: {}",
+                beside(&rows, names)
             );
         }
+    }
+}
+
+#[test]
+fn a_two_shot_beside_the_executor_and_nvcc() {
+    let Some(context) = context() else { return };
+    let rivals = rivals(&context);
+    for (bytes, blocks) in [
+        (64 << 10, 32),
+        (1 << 20, 32),
+        (16 << 20, 32),
+        (16 << 20, 128),
+    ] {
+        let rows: Vec<[(f64, f64); 3]> = run_in_threads_on(
+            |_| Ok(Device::Cuda(context.clone())),
+            2,
+            CommunicatorOptions { timeout: LIMIT },
+            |communicator| {
+                let rank = communicator.rank();
+                let stream = Stream::new(&context).unwrap();
+                let line_up = || communicator.barrier().unwrap();
+                let buffer = communicator.allocate(bytes)?;
+                let output = communicator.allocate(bytes)?;
+                let plan = Algorithm::TwoShot.plan(2, blocks)?;
+                let by = |fused| {
+                    let mut options = Options::new(DataType::Bf16, ReduceOp::Sum, bytes);
+                    options.fused = fused;
+                    options.buffers = Buffers::Registered {
+                        input: buffer.registered(),
+                        output: output.registered(),
+                    };
+                    let (endpoint, deadline) = (communicator.endpoint(), Instant::now() + LIMIT);
+                    let plan = Prepared::prepare(endpoint, &plan, options, deadline)?;
+                    recorded(&plan, bytes, line_up)
+                };
+                let (call, executor) = (by(true)?, by(false)?);
+                let Some(rivals) = &rivals else {
+                    return Ok([call, executor, UNKNOWN]);
+                };
+                let (ranks, flags) = (
+                    [rank, 1 - rank],
+                    communicator.allocate(64 * u64::from(blocks))?,
+                );
+                let table = communicator.device().allocate(64 << 10)?;
+                table.write(0, &vec![0; 64 << 10])?;
+                table.write(0, &1_u64.to_le_bytes())?;
+                let (expected, semaphores) = (table.addr() + 4096, table.addr() + (32 << 10));
+                let at = |of: &crossweft_collective::SymmetricBuffer, rank: u32| {
+                    of.registered().addr(rank).unwrap()
+                };
+                for block in 0..u64::from(blocks) {
+                    let [mine, theirs] = ranks.map(|rank| at(&flags, rank) + 64 * block);
+                    let words = [mine, theirs, expected + 64 * block, u64::from(ranks[1])];
+                    table.write(
+                        (32 << 10) + 32 * block,
+                        &words.map(u64::to_le_bytes).concat(),
+                    )?;
+                }
+                communicator.barrier()?;
+                let status = PinnedMemory::allocate(&context, 4096).unwrap();
+                let half = bytes / 2;
+                let mut launch = TwoShot {
+                    begin: half * u64::from(rank),
+                    end: half * u64::from(rank + 1),
+                    step: (half / 16).div_ceil(blocks.into()) * 16,
+                    bytes,
+                    counters: Counters {
+                        epoch: table.addr(),
+                        packets: 0,
+                        packets_half: 0,
+                        blocks: blocks.into(),
+                    },
+                    context: GpuContext {
+                        limit_ns: 10_000_000_000,
+                        abort: status.device_address(),
+                        status: status.device_address() + 64,
+                    },
+                    semaphores,
+                    op: ReduceOp::Sum,
+                    divisor: 0,
+                    sources: 2,
+                    targets: 2,
+                    peers: 1,
+                    rank,
+                    first_wait: 0,
+                    second_wait: 1,
+                    target: [0; MAX_FUSED],
+                    source: [0; MAX_FUSED],
+                };
+                for rank in 0..2 {
+                    launch.source[rank as usize] = at(&buffer, rank);
+                    launch.target[rank as usize] = at(&output, rank);
+                }
+                let two_shot = rivals.kernel("rival_two_shot").unwrap();
+                let rival = in_graph(
+                    &stream,
+                    |stream| {
+                        let shape = Shape::linear(blocks, 384);
+                        // SAFETY: what the kernel takes; all memory is kept until the end.
+                        unsafe { two_shot.launch(stream, &shape, &[Argument::from(&launch)]) }
+                            .unwrap();
+                    },
+                    line_up,
+                );
+                communicator.barrier()?;
+                Ok([call, executor, rival])
+            },
+        )
+        .unwrap();
+        let names = ["in one piece", "executor", "nvcc"];
+        println!(
+            "two shots, {bytes:>8} B, {blocks:>3} blocks, us: {}",
+            beside(&rows, names)
+        );
+    }
+}
+
+/// What a machine itself takes, by kernels from nvcc: loads, flags, kernels that do nothing, copies by threads and by the
+/// copy engine. Between two GPUs where there are two.
+#[test]
+fn what_the_machine_takes() {
+    let contexts = contexts();
+    let Some(first) = contexts.first() else {
+        return;
+    };
+    if rivals(first).is_none() {
+        println!("skipped: CROSSWEFT_RIVALS_PTX names no kernels");
+        return;
+    }
+    let of = |rank: u32| contexts[rank as usize % contexts.len()].clone();
+    let lines = run_in_threads_on(
+        |rank| Ok(Device::Cuda(of(rank))),
+        2,
+        CommunicatorOptions { timeout: LIMIT },
+        |communicator| {
+            let rank = communicator.rank();
+            let context = of(rank);
+            let (stream, rivals) = (Stream::new(&context).unwrap(), rivals(&context).unwrap());
+            let most = 256_u64 << 20;
+            let (buffer, flags) = (communicator.allocate(most)?, communicator.allocate(4096)?);
+            let own = communicator.device().allocate(most)?;
+            let at = |of: &crossweft_collective::SymmetricBuffer, rank: u32| {
+                of.registered().addr(rank).unwrap()
+            };
+            let (near, far) = (at(&flags, rank), at(&flags, 1 - rank));
+            let out = own.addr();
+            let read_ns = || -> Result<f64, CollectiveError> {
+                stream.synchronize(Instant::now() + LIMIT).unwrap();
+                let mut ns = [0; 8];
+                own.read(0, &mut ns)?;
+                Ok(u64::from_le_bytes(ns) as f64)
+            };
+            let mut lines = Vec::new();
+            let steps = 4096_u32;
+            for (name, offset, place) in [("own memory", 2048, near), ("the peer's", 1024, far)] {
+                let place = place + offset;
+                // Each rank has words of its own in both memories; a pointer to itself, as this rank sees it.
+                let pointer = communicator.device().allocate(8)?;
+                pointer.write(0, &place.to_le_bytes())?;
+                // SAFETY: memory of this size, kept; mapped here.
+                unsafe { stream.copy(place, pointer.addr(), 8) }.unwrap();
+                let loads = rivals.kernel("probe_loads").unwrap();
+                for _ in 0..2 {
+                    let arguments = [(&place).into(), (&steps).into(), (&out).into()];
+                    // SAFETY: what the kernel takes; the memory is kept.
+                    unsafe { loads.launch(&stream, &Shape::linear(1, 1), &arguments) }.unwrap();
+                }
+                let ns = read_ns()? / f64::from(steps);
+                lines.push(format!("a load from {name}, one after another: {ns:.0} ns"));
+                communicator.barrier()?;
+            }
+            let flag = rivals.kernel("probe_flags").unwrap();
+            for (releases, name) in [(0_u32, "relaxed"), (1, "release and acquire")] {
+                let (mine, theirs) = (
+                    near + u64::from(releases) * 128,
+                    far + u64::from(releases) * 128,
+                );
+                let is_first = u32::from(rank == 0);
+                let arguments = [
+                    (&mine).into(),
+                    (&theirs).into(),
+                    (&steps).into(),
+                    (&is_first).into(),
+                    (&releases).into(),
+                    (&out).into(),
+                ];
+                communicator.barrier()?;
+                // SAFETY: as above.
+                unsafe { flag.launch(&stream, &Shape::linear(1, 1), &arguments) }.unwrap();
+                let ns = read_ns()? / f64::from(2 * (steps - 1));
+                lines.push(format!("a flag one way, {name}: {ns:.0} ns"));
+            }
+            let nothing = rivals.kernel("probe_nothing").unwrap();
+            let (p50, min) = in_graph(
+                &stream,
+                // SAFETY: it takes nothing.
+                |stream| unsafe { nothing.launch(stream, &Shape::linear(1, 32), &[]) }.unwrap(),
+                || {},
+            );
+            lines.push(format!(
+                "a kernel that does nothing, in a graph: {p50:.2} (min {min:.2}) us"
+            ));
+            let copy = rivals.kernel("rival_copy").unwrap();
+            let (mine, theirs) = (at(&buffer, rank), at(&buffer, 1 - rank));
+            let private = own.addr();
+            for (bytes, calls) in [(64_u64 << 10, 20), (1 << 20, 20), (16 << 20, 10), (most, 3)] {
+                for both in [false, true] {
+                    communicator.barrier()?;
+                    if both || rank == 0 {
+                        let us = back_to_back(&stream, calls, |stream| {
+                            // SAFETY: memory of this size, kept.
+                            unsafe { stream.copy(theirs, private, bytes) }.unwrap();
+                        });
+                        let way = if both { "both ways" } else { "one way" };
+                        lines.push(format!(
+                            "copy engine, {way}, {bytes} B: {us:.2} us, {:.1} GB/s",
+                            bytes as f64 / us / 1e3
+                        ));
+                    }
+                }
+            }
+            for (way, to, from) in [
+                ("push", theirs, private),
+                ("pull", private, theirs),
+                ("local", private, mine),
+            ] {
+                for blocks in [1, 2, 4, 8, 16, 32, 64, 132] {
+                    for both in [false, true] {
+                        communicator.barrier()?;
+                        if !both && rank == 1 || both && way == "local" {
+                            continue;
+                        }
+                        let bytes = u64::from(blocks).min(16) * (4 << 20);
+                        let us = back_to_back(&stream, 3, |stream| {
+                            let arguments = [(&to).into(), (&from).into(), (&bytes).into()];
+                            // SAFETY: what the kernel takes; the memory is kept.
+                            unsafe { copy.launch(stream, &Shape::linear(blocks, 384), &arguments) }
+                                .unwrap();
+                        });
+                        let ways = if both { "both ways" } else { "one way" };
+                        lines.push(format!(
+                            "threads, {way}, {ways}, {blocks:>3} blocks: {:.1} GB/s",
+                            bytes as f64 / us / 1e3
+                        ));
+                    }
+                }
+            }
+            communicator.barrier()?;
+            Ok(lines)
+        },
+    )
+    .unwrap();
+    for line in &lines[0] {
+        println!("{line}");
     }
 }
 
@@ -376,14 +660,19 @@ fn a_one_shot_beside_the_executor_and_nvcc() {
 /// group. All with a residual.
 #[test]
 fn tokens_with_normalisation() {
-    let Some(context) = context() else { return };
-    for (count, hidden) in [1, 8, 64].into_iter().flat_map(|n| [(n, 4096), (n, 8192)]) {
+    let contexts = contexts();
+    if contexts.is_empty() {
+        return;
+    }
+    let of = |rank: u32| contexts[rank as usize % contexts.len()].clone();
+    let sizes = [1, 4, 8, 16, 32, 64].into_iter();
+    for (count, hidden) in sizes.flat_map(|n| [(n, 4096), (n, 8192)]) {
         let rows: Vec<[(f64, f64); 5]> = run_in_threads_on(
-            |_| Ok(Device::Cuda(context.clone())),
+            |rank| Ok(Device::Cuda(of(rank))),
             2,
             CommunicatorOptions { timeout: LIMIT },
             |communicator| {
-                let stream = Stream::new(&context).unwrap();
+                let stream = Stream::new(&of(communicator.rank())).unwrap();
                 let options = RmsNormOptions::new(DataType::Bf16, hidden, count);
                 let fused = communicator.all_reduce_rms_norm(options)?;
                 let (together, behind) = fused.on_cuda(count)?;

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossweft_channel::KernelGuard;
 use crossweft_device::extent::chunk_bytes;
@@ -221,67 +221,176 @@ fn resident_threads(kernel: &Kernel, most: u32, needed: u64) -> Result<u32, Unfi
         .map_err(|resident| Unfit::Residency { resident })
 }
 
-/// Calls of a prepared plan, recorded into a CUDA graph; for measuring, and for whatever runs the same
-/// calls again and again. Keeps the plan.
+/// Calls in a CUDA graph: one that lines the ranks up, and then those that are timed, one behind another.
+///
+/// It has no stream between replays: ranks that share a device would soon have more than there are hardware queues, and
+/// wait behind each other.
 #[derive(Debug)]
-pub struct Recorded {
-    plan: Arc<Prepared>,
+pub(crate) struct Replays {
+    context: Arc<Context>,
     graph: GraphExec,
-    stream: Stream,
-    /// A call that is launched before each replay, so that all ranks begin it together.
-    buffers: RawBuffers,
     start: Event,
     end: Event,
     calls: u32,
 }
 
-impl Prepared {
-    /// Records `calls` calls on messages of `bytes` bytes in registered memory, as
-    /// [`run_registered`](Self::run_registered) makes them. Local.
-    ///
-    /// # Errors
-    /// [`ExecutorError::Usage`] as for [`run_registered`](Self::run_registered), or if the plan is not on
-    /// a CUDA device; [`ExecutorError::Device`].
-    pub fn record_registered(
-        self: &Arc<Self>,
-        (input_offset, output_offset): (u64, u64),
-        bytes: u64,
-        calls: u32,
-        limit: Duration,
-    ) -> Result<Recorded, ExecutorError> {
-        let buffers = self.registered_buffers(input_offset, output_offset, bytes)?;
-        let Device::Cuda(context) = self.endpoint.device() else {
-            return Err(self.usage("only plans on CUDA devices can be recorded".to_owned()));
-        };
-        let record = || -> Result<(GraphExec, Stream, Event, Event), CudaError> {
-            let stream = Stream::new(context)?;
-            let (start, end) = (Event::with_timing(context)?, Event::with_timing(context)?);
-            let capture = stream.begin_capture()?;
-            for _ in 0..calls {
-                self.with_launcher(|launcher| {
-                    // SAFETY: as in `launch_checked`; the program's tables live as long as
-                    // `Recorded`, which keeps the plan.
-                    unsafe { self.enqueue(launcher, &stream, &buffers.launch(), limit) }
-                })?;
-            }
-            let graph = capture.end()?.instantiate()?;
-            graph.upload(&stream)?;
-            Ok((graph, stream, start, end))
-        };
-        let (graph, stream, start, end) = record().map_err(|error| self.device(error))?;
-        Ok(Recorded {
-            plan: Arc::clone(self),
+impl Replays {
+    /// Of what `enqueue` launches on a stream, given a call's number; the one with number 0 is also the one that comes
+    /// before.
+    pub(crate) fn record<E: From<CudaError>>(
+        context: &Arc<Context>,
+        (calls, limit): (u32, Duration),
+        enqueue: impl Fn(&Stream, u32) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let stream = Stream::new(context)?;
+        let (start, end) = (Event::with_timing(context)?, Event::with_timing(context)?);
+        let capture = stream.begin_capture()?;
+        enqueue(&stream, 0)?;
+        start.record_in_graph(&stream)?;
+        for call in 0..calls {
+            enqueue(&stream, call)?;
+        }
+        end.record_in_graph(&stream)?;
+        let graph = capture.end()?.instantiate()?;
+        graph.upload(&stream)?;
+        stream.synchronize(Instant::now() + limit)?;
+        Ok(Self {
+            context: Arc::clone(context),
             graph,
-            stream,
-            buffers,
             start,
             end,
             calls,
         })
     }
 
+    /// Starts a replay, on the stream that it returns.
+    ///
+    /// # Safety
+    /// What was recorded must be kept until the stream has come to its end.
+    pub(crate) unsafe fn start(&self) -> Result<Stream, CudaError> {
+        let stream = Stream::new(&self.context)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.graph.launch(&stream)? };
+        Ok(stream)
+    }
+
+    /// Starts one more, on the same stream.
+    ///
+    /// # Safety
+    /// As for [`start`](Self::start).
+    unsafe fn again(&self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.graph.launch(stream) }
+    }
+
+    /// How long a replay may take, where each launch of a call has `limit`.
+    pub(crate) fn limit(&self, limit: Duration, launches: u32) -> Duration {
+        limit.saturating_mul((self.calls + 1).saturating_mul(launches))
+    }
+
+    /// The device's time for one of the calls, when the replay has ended.
+    pub(crate) fn time(&self) -> Result<Duration, CudaError> {
+        Ok(self.end.since(&self.start)? / self.calls.max(1))
+    }
+}
+
+/// Calls of a prepared plan, recorded into a CUDA graph; for measuring, and for whatever runs the same
+/// calls again and again. Keeps the plan, and the memory that the calls work on.
+#[derive(Debug)]
+pub struct Recorded {
+    plan: Arc<Prepared>,
+    replays: Replays,
+    /// Launches of a call.
+    launches: u32,
+    /// Private memory, kept for the launches.
+    _memory: Option<[Arc<Memory>; 2]>,
+}
+
+/// A replay that has been started.
+#[derive(Debug)]
+pub struct Replay<'a> {
+    recorded: &'a Recorded,
+    stream: Stream,
+}
+
+impl Prepared {
+    /// Records `calls` calls on messages of `bytes` bytes in registered memory, as
+    /// [`run_registered`](Self::run_registered) makes them, each as one launch for every `piece` bytes. `places` has
+    /// where input and output begin in their memories; if there are several, calls take them in turn. Local.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Usage`] as for [`run_registered`](Self::run_registered), if the plan is not on
+    /// a CUDA device, or if there are no places; [`ExecutorError::Device`].
+    pub fn record_registered(
+        self: &Arc<Self>,
+        places: &[(u64, u64)],
+        (bytes, piece): (u64, u64),
+        calls: u32,
+        limit: Duration,
+    ) -> Result<Recorded, ExecutorError> {
+        let locate = |from, to, part| self.registered_buffers(from, to, part);
+        self.record(places, (bytes, piece), locate, (calls, limit), None)
+    }
+
+    /// As [`record_registered`](Self::record_registered), in private memory of this rank's device, as
+    /// [`run_at`](Self::run_at) makes calls there; input and output may be in the same memory.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn record_at(
+        self: &Arc<Self>,
+        (input, output): (&Arc<Memory>, &Arc<Memory>),
+        places: &[(u64, u64)],
+        (bytes, piece): (u64, u64),
+        calls: u32,
+        limit: Duration,
+    ) -> Result<Recorded, ExecutorError> {
+        let memory = Some([Arc::clone(input), Arc::clone(output)]);
+        let locate = |from, to, part| self.private_buffers((input, from), (output, to), part);
+        self.record(places, (bytes, piece), locate, (calls, limit), memory)
+    }
+
+    fn record(
+        self: &Arc<Self>,
+        places: &[(u64, u64)],
+        (bytes, piece): (u64, u64),
+        locate: impl Fn(u64, u64, u64) -> Result<RawBuffers, ExecutorError>,
+        (calls, limit): (u32, Duration),
+        memory: Option<[Arc<Memory>; 2]>,
+    ) -> Result<Recorded, ExecutorError> {
+        let Device::Cuda(context) = self.endpoint.device() else {
+            return Err(self.usage("only plans on CUDA devices can be recorded".to_owned()));
+        };
+        let launches = |&(from, to): &(u64, u64)| -> Result<Vec<RawBuffers>, ExecutorError> {
+            let starts = (0..bytes.max(1)).step_by(piece.max(1) as usize);
+            let part = |at: u64| locate(from + at, to + at, (bytes - at).min(piece.max(1)));
+            starts.map(part).collect()
+        };
+        let turns: Vec<_> = places.iter().map(launches).collect::<Result<_, _>>()?;
+        let Some(first) = turns.first() else {
+            return Err(self.usage("there is no place to record calls for".to_owned()));
+        };
+        let replays = Replays::record(context, (calls, limit), |stream, call| {
+            turns[call as usize % turns.len()]
+                .iter()
+                .try_for_each(|buffers| {
+                    self.with_launcher(|launcher| {
+                        // SAFETY: as in `launch_checked`; the program's tables and the buffers live as long as
+                        // `Recorded`, which keeps the plan and private memory.
+                        unsafe { self.enqueue(launcher, stream, &buffers.launch(), limit) }
+                    })
+                })
+        });
+        Ok(Recorded {
+            plan: Arc::clone(self),
+            replays: replays.map_err(|error: CudaError| self.device(error))?,
+            launches: first.len() as u32,
+            _memory: memory,
+        })
+    }
+
     /// The launcher, of a plan on a CUDA device.
-    fn with_launcher<T>(
+    pub(crate) fn with_launcher<T>(
         &self,
         body: impl FnOnce(&CudaLauncher) -> Result<T, CudaError>,
     ) -> Result<T, CudaError> {
@@ -298,41 +407,60 @@ impl Prepared {
 const TURN_LIMIT: Duration = Duration::from_secs(1);
 
 impl Recorded {
-    /// Starts a replay: one call, launched as usual, then the recorded ones. Returns at once.
+    /// Starts a replay: one call that lines the ranks up, then those that are timed. Returns at once.
     ///
     /// # Errors
     /// [`ExecutorError::Poisoned`], [`ExecutorError::Device`].
-    pub fn start(&self, limit: Duration) -> Result<(), ExecutorError> {
+    pub fn start(&self) -> Result<Replay<'_>, ExecutorError> {
         self.plan.check_whole()?;
-        let launch = self.buffers.launch();
-        let started = self.plan.with_launcher(|launcher| {
+        let started = self.plan.with_launcher(|_| {
             // SAFETY: the buffers lie in registered memory, which the plan keeps mapped, as it does
-            // its tables; launches follow one another on this stream.
-            unsafe {
-                self.plan.enqueue(launcher, &self.stream, &launch, limit)?;
-            };
-            self.start.record(&self.stream)?;
-            // SAFETY: as above, of what was recorded.
-            unsafe { self.graph.launch(&self.stream)? };
-            self.end.record(&self.stream)
+            // its tables, or in private memory, which this keeps; launches follow one another.
+            unsafe { self.replays.start() }
         });
-        started.map_err(|error| self.plan.device(error))
+        Ok(Replay {
+            recorded: self,
+            stream: started.map_err(|error| self.plan.device(error))?,
+        })
+    }
+}
+
+impl Replay<'_> {
+    /// Starts one more behind it. [`finish`](Self::finish) waits for all, and tells the time of the last.
+    ///
+    /// # Errors
+    /// As for [`Recorded::start`].
+    pub fn again(&mut self) -> Result<(), ExecutorError> {
+        let Recorded { plan, replays, .. } = self.recorded;
+        plan.check_whole()?;
+        // SAFETY: as in `Recorded::start`.
+        let started = plan.with_launcher(|_| unsafe { replays.again(&self.stream) });
+        started.map_err(|error| plan.device(error))
     }
 
-    /// Waits for the replay to end; returns the device's time for one of its calls.
+    /// Waits for the replay to end, `limit` for each launch; returns the device's time for one of its calls.
     ///
     /// # Errors
     /// [`ExecutorError::Interrupted`] if a wait on the device was ended; [`ExecutorError::Device`].
-    pub fn finish(&self, limit: Duration) -> Result<Duration, ExecutorError> {
-        let failed = || self.plan.endpoint.group().liveness().stopped();
-        let waited = self.plan.with_launcher(|launcher| {
-            let limit = limit.saturating_mul(self.calls + 1);
-            launcher.wait(&self.stream, limit, failed)
-        });
-        waited.map_err(|error| self.plan.device(error))?;
-        self.plan.check()?;
-        let time = self.end.since(&self.start);
-        Ok(time.map_err(|error| self.plan.device(error))? / self.calls.max(1))
+    pub fn finish(self, limit: Duration) -> Result<Duration, ExecutorError> {
+        let Recorded {
+            plan,
+            replays,
+            launches,
+            ..
+        } = self.recorded;
+        plan.wait_for(&self.stream, replays.limit(limit, *launches))?;
+        plan.check()?;
+        replays.time().map_err(|error| plan.device(error))
+    }
+}
+
+impl Prepared {
+    /// Waits until a stream with launches of this plan among others has come to its end.
+    pub(crate) fn wait_for(&self, stream: &Stream, limit: Duration) -> Result<(), ExecutorError> {
+        let failed = || self.endpoint.group().liveness().stopped();
+        let waited = self.with_launcher(|launcher| launcher.wait(stream, limit, failed));
+        waited.map_err(|error| self.device(error))
     }
 }
 

@@ -69,11 +69,12 @@ struct Meeting {
 
 /// The largest message that a plan must be for, in bytes, to take lines: below, packets are faster. (Memory that is laid out
 /// for packets is large enough for lines from 4 KiB on.)
-const LINES_FROM: u64 = 192 << 10;
+pub const LINES_FROM: u64 = 192 << 10;
 
 /// Whether all ranks of a plan for messages of up to `max_bytes` take lines instead of packets where the machine keeps
 /// them.
-pub(crate) fn has_lines(plan: &Plan, max_bytes: u64) -> bool {
+#[must_use]
+pub fn has_lines(plan: &Plan, max_bytes: u64) -> bool {
     // Slots of one chunk, behind nothing else, are aligned and large enough.
     let packets_alone = plan.chunks == 1 && plan.scratch_bytes(max_bytes) == Some((0, 0));
     let mut ranks = 0..plan.ranks.len() as u32;

@@ -35,15 +35,15 @@ mod tables;
 mod turn;
 
 pub use crossweft_hal::cpu::{Schedule, Stream};
-pub use cuda::{Recorded, Together};
+pub use cuda::{Recorded, Replay, Together};
 pub use error::ExecutorError;
 pub use exchange::{
     Destination, Exchange, ExchangeError, ExchangeOptions, Kind, Messages, Purpose, Region, Source,
 };
-pub use fused::fused_form;
+pub use fused::{LINES_FROM, fused_form, has_lines};
 pub use kernels::compile;
 pub use launch::RawBuffers;
-pub use norm::{Behind, NormBuffers, NormScales, TokenNorm, Tokens};
+pub use norm::{Behind, NormBuffers, NormScales, RecordedNorm, ReplayNorm, TokenNorm, Tokens};
 pub use one_sided::OneSided;
 pub use pre_multiply::Scalar;
 pub use prepared::{Buffers, Options, Prepared};

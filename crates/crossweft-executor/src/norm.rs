@@ -18,6 +18,7 @@ use crossweft_kernels::{Module, Norm, OneShotNorm, Quantisation, norm_module};
 use crossweft_plan::Plan;
 
 use crate::ExecutorError;
+use crate::cuda::Replays;
 use crate::kernels::Entry;
 use crate::launch::RawBuffers;
 use crate::prepared::{Machine, Options, Prepared};
@@ -335,16 +336,7 @@ impl TokenNorm {
     ) -> Result<(), ExecutorError> {
         let bytes = self.tokens.bytes() * u64::from(count);
         let way = self.way(bytes, behind)?;
-        let addresses = buffers.locate(
-            &self.tokens,
-            count.into(),
-            |what, (memory, offset), size, elements| {
-                way.plan().check_device(what, memory)?;
-                way.plan()
-                    .check_range(what, memory.bytes(), offset, 1, size * elements)?;
-                Ok(memory.addr() + offset)
-            },
-        )?;
+        let addresses = self.addresses(way.plan(), buffers, count)?;
         if bytes == 0 {
             return Ok(());
         }
@@ -389,6 +381,61 @@ impl TokenNorm {
         // SAFETY: as above.
         unsafe { self.launch(&stream, &norm) }.map_err(device)?;
         stream.synchronize(Instant::now() + limit).map_err(device)
+    }
+
+    /// Records `calls` calls of [`run_at`](Self::run_at) into a CUDA graph.
+    ///
+    /// # Errors
+    /// As for [`run_at`](Self::run_at).
+    pub fn record_at<'a>(
+        &'a self,
+        behind: Option<Behind<'a>>,
+        buffers: &NormBuffers<(&'a Memory, u64)>,
+        (count, calls): (u32, u32),
+        limit: Duration,
+    ) -> Result<RecordedNorm<'a>, ExecutorError> {
+        let way = self.way(self.tokens.bytes() * u64::from(count), behind)?;
+        let addresses = self.addresses(way.plan(), buffers, count)?;
+        let replays = Replays::record(self.kernel.context(), (calls, limit), |stream, _| {
+            // SAFETY: the ranges lie in memories of the device, which the caller keeps as long as what is returned.
+            unsafe { self.launch_on_cuda(stream, behind, &addresses, count, limit) }
+                .map_err(Recording::Launch)
+        });
+        let replays = replays.map_err(|error| match error {
+            Recording::Launch(error) => error,
+            Recording::Driver(error) => way.plan().device(error),
+        })?;
+        Ok(RecordedNorm {
+            norm: self,
+            plan: way.plan(),
+            launches: self.launches(behind, count),
+            replays,
+        })
+    }
+
+    /// Launches of a call, at most.
+    fn launches(&self, behind: Option<Behind<'_>>, count: u32) -> u32 {
+        let piece = behind.map_or(u64::MAX, |behind| behind.piece.max(1));
+        let bytes = self.tokens.bytes() * u64::from(count);
+        bytes.div_ceil(piece).max(1) as u32 + 1
+    }
+
+    /// Where memories and offsets are, if ranges lie in them.
+    fn addresses(
+        &self,
+        plan: &Prepared,
+        buffers: &NormBuffers<(&Memory, u64)>,
+        count: u32,
+    ) -> Result<NormBuffers<u64>, ExecutorError> {
+        buffers.locate(
+            &self.tokens,
+            count.into(),
+            |what, (memory, offset), size, elements| {
+                plan.check_device(what, memory)?;
+                plan.check_range(what, memory.bytes(), offset, 1, size * elements)?;
+                Ok(memory.addr() + offset)
+            },
+        )
     }
 
     /// The same on every rank.
@@ -447,6 +494,71 @@ impl TokenNorm {
         let shape = Shape::linear(blocks, threads_of(norm.hidden));
         // SAFETY: this is the kernel's parameter; the rest is the caller's promise.
         unsafe { self.kernel.launch(stream, &shape, &[Argument::from(norm)]) }
+    }
+}
+
+/// Calls in a CUDA graph, as [`Recorded`](crate::Recorded) has them of plans.
+#[derive(Debug)]
+pub struct RecordedNorm<'a> {
+    norm: &'a TokenNorm,
+    /// What sums.
+    plan: &'a Prepared,
+    /// Launches of a call, at most.
+    launches: u32,
+    replays: Replays,
+}
+
+/// A replay of those that has been started.
+#[derive(Debug)]
+pub struct ReplayNorm<'a> {
+    recorded: &'a RecordedNorm<'a>,
+    stream: Stream,
+}
+
+/// What goes wrong while calls are recorded.
+enum Recording {
+    Driver(CudaError),
+    Launch(ExecutorError),
+}
+
+impl From<CudaError> for Recording {
+    fn from(error: CudaError) -> Self {
+        Self::Driver(error)
+    }
+}
+
+impl RecordedNorm<'_> {
+    /// Starts a replay: one call that lines the ranks up, then those that are timed. Returns at once.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Poisoned`], [`ExecutorError::Device`].
+    pub fn start(&self) -> Result<ReplayNorm<'_>, ExecutorError> {
+        self.plan.check_whole()?;
+        // SAFETY: memories and plans are borrowed for as long as this lives; launches follow one another.
+        let started = unsafe { self.replays.start() };
+        Ok(ReplayNorm {
+            recorded: self,
+            stream: started.map_err(|error| self.plan.device(error))?,
+        })
+    }
+}
+
+impl ReplayNorm<'_> {
+    /// Waits for the replay to end, `limit` for each launch; returns the device's time for one of its calls.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Interrupted`] if a wait on the device was ended; [`ExecutorError::Device`].
+    pub fn finish(self, limit: Duration) -> Result<Duration, ExecutorError> {
+        let RecordedNorm {
+            norm,
+            plan,
+            launches,
+            ref replays,
+        } = *self.recorded;
+        plan.wait_for(&self.stream, replays.limit(limit, launches))?;
+        norm.check()?;
+        plan.check()?;
+        replays.time().map_err(|error| plan.device(error))
     }
 }
 

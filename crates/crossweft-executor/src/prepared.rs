@@ -566,9 +566,19 @@ impl Prepared {
         bytes: u64,
         limit: Duration,
     ) -> Result<(), ExecutorError> {
-        self.check_private()?;
-        let buffers = self.locate(input, output, bytes)?;
+        let buffers = self.private_buffers(input, output, bytes)?;
         self.launch_checked(&buffers, limit)
+    }
+
+    /// The addresses of messages in private memory of this rank's device, as [`run_at`](Self::run_at) takes them.
+    pub(crate) fn private_buffers(
+        &self,
+        input: (&Memory, u64),
+        output: (&Memory, u64),
+        bytes: u64,
+    ) -> Result<RawBuffers, ExecutorError> {
+        self.check_private()?;
+        self.locate(input, output, bytes)
     }
 
     /// The addresses of messages of `bytes` bytes at an offset of a memory each, if they are what the

@@ -27,6 +27,7 @@ fn machine() -> Topology {
         memory: Memory {
             block_gbps: 10.0,
             block_packet_gbps: 5.0,
+            packet_bytes: 2.0,
             rank_gbps: 1000.0,
             cache: None,
         },

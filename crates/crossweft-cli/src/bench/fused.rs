@@ -6,7 +6,7 @@ use crossweft_collective::{
     AllReduceOptions, AllReduceRmsNorm, CollectiveError, Communicator, DataType, GROUP,
     PreparedCollective, Quantised, ReduceOp, RmsNormCall, RmsNormOptions, Scales,
 };
-use crossweft_executor::{NormBuffers, NormScales};
+use crossweft_executor::{NormBuffers, NormScales, RecordedNorm};
 use crossweft_hal::{Device, Memory};
 use crossweft_verify::{Mismatches, Pattern, RmsNorm, fill, fingerprint, reference_all_reduce};
 
@@ -148,8 +148,34 @@ impl Fused {
         let Some(device) = &self.on_device else {
             return Ok(());
         };
+        let buffers = self.buffers(device, (input, output), &at);
+        self.call.run_at(&buffers, at.len() / self.weight.len())
+    }
+
+    /// So many of those calls in a graph; none where they are not on a GPU.
+    pub(super) fn record<'a>(
+        &'a self,
+        input: &'a Memory,
+        output: &'a Memory,
+        at: Range<usize>,
+        calls: u32,
+    ) -> Result<Option<RecordedNorm<'a>>, CollectiveError> {
+        let Some(device) = &self.on_device else {
+            return Ok(None);
+        };
+        let buffers = self.buffers(device, (input, output), &at);
+        let tokens = at.len() / self.weight.len();
+        Ok(Some(self.call.record_at(&buffers, tokens, calls)?))
+    }
+
+    fn buffers<'a>(
+        &self,
+        device: &'a OnDevice,
+        (input, output): (&'a Memory, &'a Memory),
+        at: &Range<usize>,
+    ) -> NormBuffers<(&'a Memory, u64)> {
         let start = at.start as u64;
-        let values = (&device.values, self.values_at(&at).start as u64);
+        let values = (&device.values, self.values_at(at).start as u64);
         let scales = (&device.scales, 0);
         let scales = match self.quantise {
             Quantise::None => None,
@@ -157,14 +183,13 @@ impl Fused {
             Quantise::Token => Some(NormScales::PerToken(scales)),
             Quantise::Group => Some(NormScales::PerGroup(scales)),
         };
-        let buffers = NormBuffers {
+        NormBuffers {
             input: (input, start),
             residual: Some((&device.residual, start)),
             weight: (&device.weight, 0),
             output: (output, start),
             quantised: scales.map(|scales| (values, scales)),
-        };
-        self.call.run_at(&buffers, at.len() / self.weight.len())
+        }
     }
 
     /// Brings what a call on a GPU has left beside its output, which lies at `at`.

@@ -224,34 +224,61 @@ impl<'a> Bench<'a> {
         ))
     }
 
-    /// Calls among many that were recorded into a graph, for each replay; nothing on a CPU, in private memory, or where
-    /// buffers take turns or ranks are late.
+    /// Calls among many that were recorded into a graph, for each replay; nothing on a CPU, or where ranks are late.
     fn time_in_graph(&self, message: u64) -> Result<InGraph, CollectiveError> {
-        const REPLAYS: usize = 11;
-        let common = &self.options.common;
-        let mut times = InGraph::default();
-        let Call::Plans(call) = &self.calls[self.current] else {
-            return Ok(times);
-        };
-        if matches!(self.communicator.device(), hal::Device::Cpu)
-            || !matches!(self.memory, Memory::Symmetric { .. })
-            || message == 0
-            || common.rotate > 1
-            || common.skew > 0
-        {
-            return Ok(times);
+        if message == 0 || self.options.common.skew > 0 {
+            return Ok(InGraph::default());
         }
+        let place = |turn| {
+            let (input, output) = self.shape.spans(message, turn).start;
+            (input as u64, output as u64)
+        };
+        let places: Vec<_> = (0..self.shape.pairs).map(place).collect();
         let calls = if message < 1 << 20 { 100 } else { 20 };
-        let recorded = call.record_symmetric(0, 0, message, calls)?;
+        // Each pair is in it as often as the others.
+        let calls = calls.max(places.len()) / places.len() * places.len();
+        let calls = calls as u32;
+        let on_cpu = matches!(self.communicator.device(), hal::Device::Cpu);
+        let recorded = match (&self.calls[self.current], &self.memory) {
+            (Call::Plans(call), Memory::Device { input, output }) => {
+                let output = output.as_ref().unwrap_or(input);
+                call.record_at((input, output), &places, message, calls)?
+            }
+            (Call::Plans(call), Memory::Symmetric { .. }) if !on_cpu => {
+                call.record_symmetric(&places, message, calls)?
+            }
+            (Call::Fused(fused), Memory::Device { input, output }) if places.len() == 1 => {
+                let (output, at) = (
+                    output.as_ref().unwrap_or(input),
+                    self.shape.spans(message, 0),
+                );
+                return match fused.record(input, output, at.output, calls)? {
+                    None => Ok(InGraph::default()),
+                    Some(recorded) => {
+                        self.replay(calls, |limit| Ok(recorded.start()?.finish(limit)?))
+                    }
+                };
+            }
+            _ => return Ok(InGraph::default()),
+        };
+        self.replay(calls, |limit| Ok(recorded.start()?.finish(limit)?))
+    }
+
+    /// Replays a graph of so many calls, and one more.
+    fn replay(
+        &self,
+        calls: u32,
+        run: impl Fn(Duration) -> Result<Duration, CollectiveError>,
+    ) -> Result<InGraph, CollectiveError> {
+        const REPLAYS: usize = 11;
+        let mut times = InGraph::default();
         let limit = self.communicator.timeout();
         for replay in 0..=REPLAYS {
             self.line_up()?;
-            let start = Instant::now();
-            recorded.start(limit)?;
-            let device = recorded.finish(limit)?;
+            let started = Instant::now();
+            let device = run(limit)?;
             if replay > 0 {
-                // One more is launched ahead of the graph.
-                let host = start.elapsed().as_secs_f64() / f64::from(calls + 1);
+                let host = started.elapsed().as_secs_f64() / f64::from(calls + 1);
                 times.host.push(host * 1e6);
                 times.device.push(device.as_secs_f64() * 1e6);
             }

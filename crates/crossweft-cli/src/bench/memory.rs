@@ -1,6 +1,7 @@
 //! The buffers under test, and where a call's input and output lie in them.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crossweft_collective::{CollectiveError, Communicator, SymmetricBuffer};
 use crossweft_hal as hal;
@@ -104,8 +105,8 @@ pub(super) enum Memory {
     },
     /// Private, on a GPU; in place both are one.
     Device {
-        input: Box<hal::Memory>,
-        output: Option<Box<hal::Memory>>,
+        input: Arc<hal::Memory>,
+        output: Option<Arc<hal::Memory>>,
     },
 }
 
@@ -132,7 +133,7 @@ impl Memory {
             Buffers::Private if !matches!(communicator.device(), hal::Device::Cpu) => {
                 let allocate = |bytes: usize| {
                     let memory = communicator.device().allocate(bytes as u64);
-                    memory.map(Box::new)
+                    memory.map(Arc::new)
                 };
                 Ok(Self::Device {
                     input: allocate(input)?,

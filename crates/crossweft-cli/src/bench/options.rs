@@ -338,23 +338,21 @@ impl Bench {
         }
     }
 
-    /// What cannot be measured in graphs, which repeat one call on the same buffers.
+    /// What cannot be measured in graphs.
     fn check_timing(&self) -> Result<(), String> {
-        let Common {
-            buffers,
-            rotate,
-            skew,
-            ..
-        } = self.common;
         if !matches!(self.timing(), Timing::Graph | Timing::Device) {
             return Ok(());
         }
-        match (buffers, rotate > 1, skew > 0) {
-            (Buffers::Private, _, _) => Err("graphs need --buffers symmetric".to_owned()),
-            (_, true, _) => {
-                Err("--rotate is for calls one by one; graphs have one pair".to_owned())
+        match self.kind {
+            Kind::Messages => {
+                Err("messages are timed one by one, not in graphs: --eager".to_owned())
             }
-            (_, _, true) => Err("--skew is for calls one by one, not in graphs".to_owned()),
+            Kind::Fused(_) if self.common.rotate > 1 => {
+                Err("--rotate is for plans and for calls one by one: --eager".to_owned())
+            }
+            _ if self.common.skew > 0 => {
+                Err("--skew is for calls one by one, not in graphs".to_owned())
+            }
             _ => Ok(()),
         }
     }

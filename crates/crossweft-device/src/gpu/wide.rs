@@ -110,7 +110,7 @@ mod machine {
     pub(in crate::gpu) unsafe fn or4(addr: u64, bits: u32) {
         // SAFETY: the caller's promise.
         unsafe {
-            asm!("red.relaxed.gpu.or.b32 [{a}], {v};", v = in(reg32) bits, a = in(reg64) addr,
+            asm!("red.relaxed.sys.or.b32 [{a}], {v};", v = in(reg32) bits, a = in(reg64) addr,
                 options(nostack, preserves_flags));
         }
     }

@@ -280,6 +280,19 @@ impl Event {
         })
     }
 
+    /// Adds a node to the graph that `stream` records, which marks the point there at each replay.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`], also if the stream records nothing.
+    pub fn record_in_graph(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.context.run(|driver| {
+            // SAFETY: both live; whoever replays the graph keeps the event, as it does all else.
+            unsafe {
+                driver.cuEventRecordWithFlags(self.raw, stream.raw, sys::EVENT_RECORD_EXTERNAL)
+            }
+        })
+    }
+
     /// Whether the point last recorded was reached; also if none was. Does not block.
     ///
     /// # Errors

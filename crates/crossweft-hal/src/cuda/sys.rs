@@ -110,6 +110,8 @@ pub(super) const MEMORY_DEVICE: c_uint = 2;
 
 pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
+/// Of an event that is recorded into a graph: it is a node of that, and takes the time at each replay.
+pub(super) const EVENT_RECORD_EXTERNAL: c_uint = 1;
 pub(super) const CAPTURE_THREAD_LOCAL: c_int = 1;
 pub(super) const CAPTURE_RELAXED: c_int = 2;
 pub(super) const CAPTURE_NONE: c_int = 0;
@@ -279,6 +281,7 @@ symbols! {
     fn cuEventCreate(event: *mut CuEvent, flags: c_uint);
     fn cuEventDestroy_v2(event: CuEvent);
     fn cuEventRecord(event: CuEvent, stream: CuStream);
+    fn cuEventRecordWithFlags(event: CuEvent, stream: CuStream, flags: c_uint);
     fn cuEventQuery(event: CuEvent);
     fn cuEventElapsedTime(milliseconds: *mut f32, start: CuEvent, end: CuEvent);
 

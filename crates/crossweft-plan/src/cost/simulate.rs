@@ -574,11 +574,21 @@ impl<'a> Simulation<'a> {
         for place in &data.from {
             let from = self.owner(place);
             round_trip = round_trip.max(2 * self.link(rank, from).latency);
-            self.demand(&mut demands, from, rank, wire_bytes(payload, place.packets));
+            self.demand(
+                &mut demands,
+                from,
+                rank,
+                self.wire_bytes(payload, place.packets),
+            );
         }
         for place in &data.to {
             let to = self.owner(place);
-            self.demand(&mut demands, rank, to, wire_bytes(payload, place.packets));
+            self.demand(
+                &mut demands,
+                rank,
+                to,
+                self.wire_bytes(payload, place.packets),
+            );
         }
         let mut writers: Vec<usize> = seen.iter().map(|packets| packets.writer).collect();
         writers.sort_unstable();
@@ -716,7 +726,7 @@ impl<'a> Simulation<'a> {
             let place = &data.to[0];
             let to = self.owner(place);
             let latency = self.link(rank, to).latency;
-            let bytes = wire_bytes(data.cells as u64 * GRANULE, place.packets);
+            let bytes = self.wire_bytes(data.cells as u64 * GRANULE, place.packets);
             self.demand(&mut transfer.demands, rank, to, bytes);
             transfer.open += transfer.demands.len();
             transfer.latency = latency;
@@ -803,6 +813,14 @@ impl<'a> Simulation<'a> {
             latency: ps(link.latency_us),
             gbps: link.gbps,
             resource,
+        }
+    }
+
+    /// Bytes that cross a link for so many.
+    fn wire_bytes(&self, payload: u64, packets: bool) -> u64 {
+        match packets {
+            true => (payload as f64 * self.topology.memory.packet_bytes).round() as u64,
+            false => payload,
         }
     }
 
@@ -913,14 +931,6 @@ impl<'a> Simulation<'a> {
 
 /// The first execution: which half of a slot it takes makes no difference.
 const EPOCH: u32 = 1;
-
-fn wire_bytes(payload: u64, packets: bool) -> u64 {
-    if packets {
-        payload * (WORD / PAYLOAD)
-    } else {
-        payload
-    }
-}
 
 impl Transfer {
     fn reason(&self) -> Reason {

@@ -53,11 +53,24 @@ pub struct Memory {
     pub block_gbps: f64,
     /// The same for the payload of packets.
     pub block_packet_gbps: f64,
+    /// Bytes that cross a link, or are written to memory, for each byte that packets carry: 2, unless a machine has
+    /// packets of another form.
+    #[serde(default = "two", skip_serializing_if = "is_two")]
+    pub packet_bytes: f64,
     /// What all thread blocks of a rank read and write together in its own memory.
     pub rank_gbps: f64,
     /// Where a cache makes a difference.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<Cache>,
+}
+
+fn two() -> f64 {
+    2.0
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "what serde asks with")]
+fn is_two(factor: &f64) -> bool {
+    (factor - 2.0).abs() < f64::EPSILON
 }
 
 /// A cache that all ranks of a node share.
@@ -128,19 +141,21 @@ pub enum TopologyError {
 
 impl Topology {
     /// Names of the built-in topologies.
-    pub const BUILT_IN: [&'static str; 2] = ["h200", "cpu"];
+    pub const BUILT_IN: [&'static str; 3] = ["h200", "h200-executor", "cpu"];
 
     /// The built-in topology of that name.
     #[must_use]
     pub fn built_in(name: &str) -> Option<Self> {
         match name {
             "h200" => Some(Self::h200()),
+            "h200-executor" => Some(Self::h200_executor()),
             "cpu" => Some(Self::cpu()),
             _ => None,
         }
     }
 
-    /// Nodes of eight H200 with NVLink, network between them, calls in a CUDA graph.
+    /// Nodes of eight H200 with NVLink, network between them, calls in a CUDA graph; of plans that have kernels of
+    /// their own, as those of the built-in algorithms that are usually chosen.
     #[must_use]
     pub fn h200() -> Self {
         Self {
@@ -148,7 +163,7 @@ impl Topology {
             nodes: Nodes::Every(8),
             node: Link {
                 latency_us: 0.41,
-                gbps: 320.0,
+                gbps: 340.0,
             },
             network: Link {
                 latency_us: 3.76,
@@ -156,21 +171,44 @@ impl Topology {
             },
             memory: Memory {
                 block_gbps: 40.0,
-                block_packet_gbps: 9.0,
+                block_packet_gbps: 10.0,
+                packet_bytes: 2.0,
                 rank_gbps: 3470.0,
                 cache: None,
             },
             costs: Costs {
-                launch_us: 5.5,
-                op_us: 0.6,
-                signal_us: 0.5,
-                wait_us: 0.28,
-                packet_us: 0.23,
+                launch_us: 1.55,
+                op_us: 0.15,
+                signal_us: 0.9,
+                wait_us: 0.4,
+                packet_us: 0.41,
                 semaphore_us: 0.83,
                 barrier_us: 1.1,
                 proxy_us: 6.0,
             },
         }
+    }
+
+    /// The same machines, of plans that the executor runs, operation by operation.
+    #[must_use]
+    pub fn h200_executor() -> Self {
+        let own = Self::h200();
+        Self {
+            name: "h200-executor".to_owned(),
+            costs: Costs {
+                launch_us: 4.0,
+                op_us: 0.6,
+                ..own.costs
+            },
+            ..own
+        }
+    }
+
+    /// The same machines, where lines stand for packets: 120 bytes of data in 128.
+    #[must_use]
+    pub fn with_lines(mut self) -> Self {
+        self.memory.packet_bytes = 128.0 / 120.0;
+        self
     }
 
     /// Processes of one host, over shared memory; a slow network between hosts.
@@ -190,6 +228,7 @@ impl Topology {
             memory: Memory {
                 block_gbps: 40.0,
                 block_packet_gbps: 4.8,
+                packet_bytes: 2.0,
                 rank_gbps: 114.0,
                 cache: Some(Cache {
                     bytes: 24 << 20,
@@ -271,6 +310,10 @@ impl Topology {
             if !(1e-3..=LARGEST).contains(&rate) {
                 return Err(value(field, rate, "0.001 to 1000000 GB/s fit"));
             }
+        }
+        if !(1.0..=16.0).contains(&self.memory.packet_bytes) {
+            let bytes = self.memory.packet_bytes;
+            return Err(value("memory.packet_bytes", bytes, "1 to 16 bytes fit"));
         }
         if self.nodes == Nodes::Every(0) {
             return Err(value("nodes.every", 0.0, "a node has at least one rank"));

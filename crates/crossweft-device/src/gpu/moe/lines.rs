@@ -205,19 +205,10 @@ unsafe fn store_words<B: Block>(addr: u64, low: u64, high: u64, left: u64) {
 
 /// What a lane has of up to [`SEGMENT_PAIRS`] pairs of lines. Each by name, because an array of arrays would lie in local
 /// memory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Held {
     pub(super) first: [Piece; 2],
     pub(super) second: [Piece; 2],
-}
-
-impl Default for Held {
-    fn default() -> Self {
-        Self {
-            first: [Piece::default(); 2],
-            second: [Piece::default(); 2],
-        }
-    }
 }
 
 /// Which pieces a lane has of so many, two of each of its pairs.

@@ -187,6 +187,7 @@ succeed! {
     cuThreadExchangeStreamCaptureMode(*mut c_int);
     cuEventDestroy_v2(Handle);
     cuEventRecord(Handle, Handle);
+    cuEventRecordWithFlags(Handle, Handle, u32);
     cuEventQuery(Handle);
     cuGraphLaunch(Handle, Handle);
     cuGraphExecDestroy(Handle);
