@@ -21,8 +21,6 @@ use crossweft_device::reduce::Reducer;
 #[cfg(module = "exchange")]
 use crossweft_device::reduce::{Location, Sources};
 
-#[cfg(module = "exchange")]
-use crate::shared::word_of;
 use crate::shared::{self, Here};
 #[cfg(module = "exchange")]
 use core::mem::offset_of;

@@ -10,7 +10,7 @@ use crossweft_device::gpu::machine::{block_x, follow, precede};
 use crossweft_device::gpu::{Hop, OneShot, OneShotScatter, TwoShot};
 use crossweft_device::{Memory, Raw};
 
-use crate::shared::{Here, stop, word_of};
+use crate::shared::{Here, stop};
 
 /// The tables in a kernel's parameter, at byte offsets, by a function that reads its word there.
 pub(crate) struct Parameter<F> {

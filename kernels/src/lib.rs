@@ -10,12 +10,13 @@
 )]
 
 #[cfg(any(
-    family = "hop",
+    family = "exchange",
+    family = "fused",
     family = "moe_lines",
-    family = "norm",
-    family = "plan"
+    family = "norm"
 ))]
 #[macro_use]
+#[allow(unused_macros, reason = "some modules of a family have no use for it")]
 mod parameter;
 
 #[cfg(family = "bench")]
@@ -38,5 +39,9 @@ mod plan;
 #[cfg(family = "scale")]
 mod scale;
 #[cfg(not(family = "scale"))]
-#[allow(dead_code, unused_imports, reason = "each module of PTX uses some of it")]
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "each module of PTX uses some of it"
+)]
 mod shared;

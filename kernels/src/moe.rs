@@ -1,14 +1,12 @@
 //! Dispatch and combine of a mixture of experts, for each type that tokens have.
 
-use crossweft_device::{Block, Memory, Raw, Stopped};
 use crossweft_device::element::{Bf16, Element, F16};
 use crossweft_device::gpu::block::GpuBlock;
 use crossweft_device::gpu::machine::{block_x, thread};
-use crossweft_device::gpu::moe::{
-    CombineLaunch, DispatchLaunch, GpuRows, WARP_TABLE_BYTES, steps,
-};
+use crossweft_device::gpu::moe::{CombineLaunch, DispatchLaunch, GpuRows, WARP_TABLE_BYTES, steps};
 use crossweft_device::gpu::reduce::GpuElement;
 use crossweft_device::moe::{Group, MAX_RANKS, combine, dispatch, is_stopped, stop};
+use crossweft_device::{Block, Memory, Raw, Stopped};
 
 use crate::shared::{self, Here};
 

@@ -12,7 +12,7 @@ use crossweft_device::gpu::{GpuContext, Norm, OneShot, OneShotNorm};
 use crossweft_device::{Memory, Raw};
 
 use crate::fused::Parameter;
-use crate::shared::{Here, STAGE_BYTES, slots, stop, token as stage, word_of};
+use crate::shared::{Here, STAGE_BYTES, slots, stop, token as stage};
 
 /// # Safety
 /// As for [`token`], of every token.

@@ -416,11 +416,11 @@ def test_configurations_and_sizes() -> None:
         Config(20, 6, 6)
     assert Buffer.is_sm90_compiled()
     assert deep_ep.topk_idx_t == torch.int64
-    # Two parities of 8 sources' rows, of hidden size and what belongs to a row.
+    # Two parities of 8 sources' rows: of hidden size, in lines (a sixteenth is flags), and what belongs to a row.
     hint = Buffer.get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank=128, hidden=7168, num_ranks=8, num_experts=256
     )
-    assert 2 * 8 * 128 * 7168 * 2 < hint < 2 * 8 * 128 * (7168 * 2 + 1024)
+    assert 2 * 8 * 128 * 7168 * 2 < hint < 2 * 8 * 128 * (7168 * 2 * 16 // 15 + 1024)
     assert Config().get_nvl_buffer_size_hint(7168 * 2, 8) > 2 * 8 * 4096 * 7168 * 2
     assert Config().get_rdma_buffer_size_hint(7168 * 2, 8) == 0
     with pytest.raises(cw.UsageError, match="no group of"):

@@ -61,20 +61,22 @@ pub(crate) struct PlanKernels {
 impl PlanKernels {
     pub(crate) fn new(context: &Context, dtype: DataType) -> Result<Self, CudaError> {
         let sm = context.device().sm()?;
-        let found = || {
-            Some(Self {
-                entries: entries(dtype)?,
-                plans: plan_module(dtype, sm)?,
-                fused: fused_module(dtype, sm)?,
-                hops: hop_module(sm)?,
-            })
-        };
-        found().ok_or_else(|| CudaError::Incapable {
+        Self::of(dtype, sm).ok_or_else(|| CudaError::Incapable {
             device: context.ordinal(),
             what: "run plans",
             reason: format!(
                 "its compute capability is {sm}, kernels for {dtype} need at least {MIN_SM}"
             ),
+        })
+    }
+
+    /// Those for a compute capability, if there are any.
+    fn of(dtype: DataType, sm: u32) -> Option<Self> {
+        Some(Self {
+            entries: entries(dtype)?,
+            plans: plan_module(dtype, sm)?,
+            fused: fused_module(dtype, sm)?,
+            hops: hop_module(sm)?,
         })
     }
 
@@ -175,15 +177,15 @@ mod tests {
 
     #[test]
     fn everything_is_compiled_once_and_no_rank_has_it_all() {
-        let module = plan_module(DataType::Bf16, 90).unwrap();
-        let all: Vec<Entry> = module
-            .entries
-            .iter()
-            .map(|&name| Entry {
-                weight: if name.contains("plan") { EXECUTOR } else { 1 },
-                ..Entry::new(module, name)
-            })
+        let kernels = PlanKernels::of(DataType::Bf16, 90).unwrap();
+        // Those that move blocks are of another module.
+        let of_type = |entry: &Entry| entry.name.contains("bf16");
+        let all: BTreeMap<&str, Entry> = kernels
+            .all()
+            .filter(of_type)
+            .map(|entry| (entry.name, entry))
             .collect();
+        let all: Vec<Entry> = all.into_values().collect();
         let names = |rank: u32, ranks: &[u32]| -> Vec<&str> {
             let shares = share_out(all.clone(), ranks);
             let own = shares.iter().filter(|(of, _)| *of == rank);

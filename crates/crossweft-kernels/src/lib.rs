@@ -678,7 +678,7 @@ mod tests {
             assert!(plan_module(dtype, MIN_SM).is_some());
             assert!(plan_module(dtype, MIN_SM - 1).is_none());
         }
-        assert_eq!(MODULES.len(), 4 * DataType::ALL.len() + 9);
+        assert_eq!(MODULES.len(), 4 * DataType::ALL.len() + 12);
     }
 
     #[test]

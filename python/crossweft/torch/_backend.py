@@ -9,6 +9,7 @@ by the first one.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,6 +28,8 @@ from ._lane import Lane
 from ._sides import Call, CudaSide, CudaWork, HostSide, HostWork
 
 NAME = "crossweft"
+# Seconds that threads of a group that ends may take to end.
+_PATIENCE = 2.0
 
 
 class _Reduction:
@@ -229,6 +232,10 @@ class _Route:
             self._lane.start(communicator.leave)
         self._lane.close()
 
+    def wait(self, patience: float) -> None:
+        """Waits until what :meth:`end` ends has ended, at most so many seconds."""
+        self._lane.close(patience)
+
 
 class _Calls:
     """One rank of a group: what ``torch.distributed`` calls, whichever class of torch's it expects.
@@ -286,6 +293,10 @@ class _Calls:
             routes, self._routes = self._routes, {}
         for route in routes.values():
             route.end(reason)
+        # The interpreter may be about to end.
+        deadline = time.monotonic() + _PATIENCE
+        for wait in [self._lane.close, *(route.wait for route in routes.values())]:
+            wait(max(0.0, deadline - time.monotonic()))
 
     # How it runs.
 

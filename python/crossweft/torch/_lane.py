@@ -54,11 +54,17 @@ class Lane:
             self._changed.notify_all()
         return future
 
-    def close(self) -> None:
-        """Ends the thread once all calls have been made. Does not wait for it."""
+    def close(self, patience: float = 0.0) -> None:
+        """Ends the thread once all calls have been made. Waits for it at most ``patience`` seconds.
+
+        A thread that is in a call, or lets go of its tensors, while the interpreter ends takes the process with it.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(patience)
 
     def _done(self) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-//! Rows as [lines](crate::gpu::lines): data and flags in one, so a receiver needs neither a flag of its own nor the
+//! Rows as lines ([`crate::gpu::lines`]): data and flags in one, so a receiver needs neither a flag of its own nor the
 //! sender a fence, and a row can be laid out while the next one is on its way.
 //!
 //! A row is pairs of lines: first what it says of itself (*meta*), then its elements in *segments* of [`SEGMENT_PAIRS`], of
