@@ -13,7 +13,7 @@ use std::process::Command;
 use crossweft_kernels::{MIN_SM, MODULES, Module};
 
 use crate::cuda::root;
-use crate::kernels::{Compiler, Target, side_by_side};
+use crate::kernels::{Compiler, Target, may_spill, side_by_side};
 
 const TRIPLE: &str = "amdgcn-amd-amdhsa";
 const PROCESSOR: &str = "gfx942";
@@ -212,8 +212,7 @@ fn lint(assembly: &str, entries: &[&str], threads: u32) -> Vec<String> {
         let is = |what: &str| entry.starts_with(what);
         let (private, spills) = match () {
             () if is("crossweft_plan_") => (EXECUTOR_PRIVATE, u64::MAX),
-            // As on the other machine: their blocks need all their warps.
-            () if is("crossweft_moe_lines_") => (2 * PRIVATE, 32),
+            () if may_spill(entry) => (2 * PRIVATE, 32),
             () => (PRIVATE, 0),
         };
         for (key, allowed) in [

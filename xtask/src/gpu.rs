@@ -10,6 +10,7 @@ use crate::cuda::{printed, root, run};
 /// Packages and tests that have something to do on a GPU; each is skipped, and says so, without one.
 const TESTS: &[(&str, &str)] = &[
     ("crossweft-hal", "cuda_device"),
+    ("crossweft-hal", "cuda_queues"),
     ("crossweft-channel", "interop_cuda"),
     ("crossweft-channel", "channels_cuda"),
     ("crossweft-collective", "cuda"),
@@ -153,7 +154,7 @@ step() { # name, seconds it may take, command
     {\"name\": \"$name\", \"outcome\": \"$outcome\", \"seconds\": $((end - begin))}"
 }
 step doctor 60 ./crossweft doctor
-for test in cuda_device channels_cuda interop_cuda cuda cuda_norm cuda_exchange moe_cuda cuda_nccl; do
+for test in cuda_device cuda_queues channels_cuda interop_cuda cuda cuda_norm cuda_exchange moe_cuda cuda_nccl; do
     step "$test" 600 "./$test" --nocapture --test-threads 1
 done
 # Once more with what newer GPUs have; older ones cannot load it.

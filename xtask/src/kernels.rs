@@ -574,7 +574,16 @@ pub(crate) fn side_by_side<J: Sync>(
 /// Bytes of a thread's own memory that a module may take: none, but for kernels whose blocks need all their warps, which leaves
 /// them some registers too few.
 fn spilled(module: &Module) -> u64 {
-    if module.family == "moe_lines" { 64 } else { 0 }
+    if module.entries.iter().all(|entry| may_spill(entry)) {
+        64
+    } else {
+        0
+    }
+}
+
+/// Whether an entry is of such a kernel.
+pub(crate) fn may_spill(entry: &str) -> bool {
+    entry.starts_with("crossweft_moe_lines_")
 }
 
 /// What is wrong in the report of `ptxas -v`: more memory of a thread's own than `most` bytes, and fewer registers used

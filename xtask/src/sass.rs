@@ -176,14 +176,9 @@ impl Counts {
     }
 }
 
-/// Accesses of local memory that an entry may have: none, but for kernels whose blocks need all their warps, which leaves them
-/// some registers too few.
+/// Accesses of local memory that an entry may have: none, but for kernels that [may spill](kernels::may_spill).
 fn spilled(entry: &str) -> usize {
-    if entry.starts_with("crossweft_moe_lines_") {
-        16
-    } else {
-        0
-    }
+    if kernels::may_spill(entry) { 16 } else { 0 }
 }
 
 /// What must hold of an entry.
