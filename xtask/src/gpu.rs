@@ -133,6 +133,8 @@ const SCRIPT: &str = r#"#!/usr/bin/env bash
 # Runs the GPU suite and writes results/suite.json: what ran, on what, how it ended, in how many seconds.
 # usage: bash run.sh [FOLDER OF PLAN FILES]
 set -u
+plans=""
+if [ $# -gt 0 ]; then plans=$(cd "$1" && pwd) || exit 2; fi
 cd "$(dirname "$0")"
 # Ranks share the GPU: each needs a hardware queue of its own. NVLink multicast is left alone.
 export CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
@@ -181,8 +183,8 @@ if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1
     fi
     step custom-kernel-rust 60 ./custom-kernel-rust cuda
     [ -e kernel.ptx ] && step custom-kernel-cuda 60 ./custom-kernel-cuda kernel.ptx
-    if [ $# -gt 0 ]; then
-        for plan in $(find "$1" -name '*.json' | sort); do
+    if [ -n "$plans" ]; then
+        for plan in $(find "$plans" -name '*.json' | sort); do
             # Those that the checker refuses are not for running.
             ./crossweft plan check "$plan" > /dev/null 2>&1 || continue
             for dtype in f32 f16 bf16 i32; do

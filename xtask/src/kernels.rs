@@ -461,7 +461,7 @@ pub(crate) fn forbidden(statement: &str) -> Option<&'static str> {
         Some("flushes subnormal numbers")
     } else if has("approx") || has("full") {
         Some("is not rounded correctly")
-    } else if is("fma") || (is("mad") && opcode.ends_with(".f32")) {
+    } else if is("fma") || (is("mad") && (has("f32") || has("f64"))) {
         Some("rounds once where the host rounds twice")
     } else {
         None
@@ -670,6 +670,7 @@ exit;
             ("fma.rn.f32 %r1, %r2, %r3, %r4;", "rounds once"),
             ("fma.rn.f64 %rd1, %rd2, %rd3, %rd4;", "rounds once"),
             ("mad.rn.f32 %r1, %r2, %r3, %r4;", "rounds once"),
+            ("mad.rn.f64 %rd1, %rd2, %rd3, %rd4;", "rounds once"),
         ] {
             let problems = lint(&GOOD.replace("exit;\n", &format!("{bad}\n")), &["k"]);
             assert_eq!(problems.len(), 1, "{bad}: {problems:?}");

@@ -6,6 +6,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossweft_hal::HalError;
@@ -483,8 +484,13 @@ fn kernels_are_touched_before_they_are_launched() {
     stub.calls();
     let kernel = module.kernel("add").unwrap();
     // The stub has no cuFuncLoad; an attribute does the same.
-    let expected = [&["cuModuleGetFunction"][..], &["cuFuncGetAttribute"; 5]].concat();
-    assert_eq!(stub.calls(), expected);
+    let expected = [
+        &["cuModuleGetFunction"][..],
+        &["cuFuncGetAttribute"; 5],
+        // Of which kind the device is.
+        &["cuDeviceGetAttribute"; 2],
+    ];
+    assert_eq!(stub.calls(), expected.concat());
     assert_eq!(kernel.attributes().registers, 32);
     assert_eq!(kernel.max_active_blocks(256, 0).unwrap(), 2);
     assert_eq!(kernel.max_resident_blocks(256, 0).unwrap(), 264);
@@ -526,6 +532,30 @@ fn kernels_are_touched_before_they_are_launched() {
     assert_eq!(stub.calls(), [""; 0], "the kernel keeps its module");
     drop(kernel);
     assert_eq!(stub.calls(), ["cuModuleUnload"]);
+}
+
+#[test]
+fn launches_begin_early_where_driver_and_device_have_that() {
+    for (version, major, expected) in [
+        (13_000, 9, "cuLaunchKernelEx"),
+        (13_000, 10, "cuLaunchKernelEx"),
+        (12_020, 9, "cuLaunchKernel"),
+        // Kernels for such a device do not wait for what is ahead of them.
+        (13_000, 8, "cuLaunchKernel"),
+    ] {
+        let stub = stub!();
+        stub.set("version", version);
+        stub.set("attribute 75", major);
+        let context = stub.context();
+        let options = CompileOptions::default();
+        let module = Module::load(&context, "m", "text", &options).unwrap();
+        let kernel = module.kernel("add").unwrap();
+        let stream = Stream::new(&context).unwrap();
+        stub.calls();
+        // SAFETY: the stub looks at no argument.
+        unsafe { kernel.launch_early(&stream, &Shape::linear(2, 32), &[]) }.unwrap();
+        assert_eq!(stub.calls(), [expected], "CUDA {version}, sm_{major}x");
+    }
 }
 
 #[test]
@@ -712,6 +742,50 @@ fn shared_memory_is_pinned_while_it_is_mapped() {
     stub.calls();
     PinnedMemory::allocate(&context, 100).unwrap_err();
     assert!(stub.calls().contains(&"cuMemFreeHost".to_owned()));
+}
+
+#[test]
+fn pinned_memory_is_kept_for_the_next_who_asks_for_as_much() {
+    let stub = stub!();
+    let context = stub.context();
+    let pin = |bytes| PinnedMemory::allocate(&context, bytes).unwrap();
+    let memory = |stub: &Stub| {
+        let calls = stub.calls().into_iter();
+        calls
+            .filter(|c| c.starts_with("cuMemHostAlloc") || c.starts_with("cuMemFree"))
+            .collect::<Vec<_>>()
+    };
+    let first = pin(100);
+    assert_eq!((first.bytes(), first.words().len()), (100, 12));
+    first.words()[11].store(7, Ordering::Relaxed);
+    let address = first.host_address();
+    assert_eq!(memory(&stub), ["cuMemHostAlloc"]);
+    drop(first);
+    // In steps of powers of two, and zeroed.
+    let (again, larger) = (pin(4096), pin(4097));
+    assert_eq!(again.host_address(), address);
+    let is_zero = |word: &AtomicU64| word.load(Ordering::Relaxed) == 0;
+    assert!(again.words().iter().all(is_zero));
+    assert_eq!(memory(&stub), ["cuMemHostAlloc"]);
+    drop((again, larger));
+    assert_eq!(memory(&stub), [""; 0]);
+    // What is kept is nothing that others lack.
+    stub.fail("cuMemHostAlloc", 2);
+    let large = pin(1 << 20);
+    let expected = [
+        "cuMemHostAlloc",
+        "cuMemFreeHost",
+        "cuMemFreeHost",
+        "cuMemHostAlloc",
+    ];
+    assert_eq!(memory(&stub), expected);
+    stub.fail("cuMemHostAlloc", 2);
+    let error = PinnedMemory::allocate(&context, 1 << 30).unwrap_err();
+    assert!(matches!(error, CudaError::OutOfMemory { .. }), "{error}");
+    assert_eq!(memory(&stub), ["cuMemHostAlloc"]);
+    drop((large, context));
+    let expected = ["cuMemFreeHost", "cuDevicePrimaryCtxRelease_v2"];
+    assert_eq!(stub.calls(), expected);
 }
 
 #[test]
@@ -931,7 +1005,8 @@ fn detection_says_what_is_used_and_why_not() {
             .why
             .contains("CROSSWEFT_MULTICAST=1")
     );
-    assert!(!feature("cache of what was probed").used);
+    assert!(!feature("cache").used);
+    assert!(!feature("NVLink multicast").used);
     assert!(
         detection
             .features

@@ -73,8 +73,14 @@ impl Pool {
                 "this process has {MOST} pools of memory already: drop communicators, and all tensors of their pools"
             ),
         });
+        let own = made.as_ref().ok().map(Arc::clone);
         let what = "making a pool of symmetric memory";
-        endpoint.settle(made, what, deadline, CollectiveError::from)
+        let settled = endpoint.settle(made, what, deadline, CollectiveError::from);
+        // Where another rank has none, this one has none either.
+        if let (Err(_), Some(own)) = (&settled, own) {
+            own.leave_slot();
+        }
+        settled
     }
 
     /// The memory.
@@ -124,8 +130,14 @@ impl Pool {
     pub(crate) fn abandon(&self) {
         self.is_abandoned.store(true, Ordering::Release);
         if self.used() == 0 {
-            drop(lock(&SLOTS[self.slot]).take());
+            self.leave_slot();
         }
+    }
+
+    /// Makes room for another pool, if that has not been done.
+    fn leave_slot(&self) {
+        let mut place = lock(&SLOTS[self.slot]);
+        place.take_if(|pool| std::ptr::eq(&raw const **pool, self));
     }
 
     fn allocate(&self, bytes: u64) -> Option<u64> {
@@ -180,7 +192,7 @@ fn release(slot: usize, memory: *mut c_void, stream: *mut c_void) {
         stream.expose_provenance() as u64,
     );
     if pool.is_abandoned.load(Ordering::Acquire) && pool.used() == 0 {
-        drop(lock(&SLOTS[slot]).take());
+        pool.leave_slot();
     }
 }
 

@@ -24,7 +24,8 @@ pub(super) struct Cuda {
     /// What is not, and why.
     not_used: BTreeMap<&'static str, String>,
     multicast: Multicast,
-    cache: Cache,
+    /// Where tuning tables are kept.
+    cache: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -45,13 +46,6 @@ struct Device {
 struct Multicast {
     allowed: bool,
     why: String,
-}
-
-#[derive(Debug, Serialize)]
-struct Cache {
-    directory: Option<String>,
-    entries: u64,
-    bytes: u64,
 }
 
 impl Cuda {
@@ -89,7 +83,6 @@ impl Cuda {
             let features = features.filter(move |feature| feature.used == used);
             features.map(|feature| (feature.name, feature.why.clone()))
         };
-        let (entries, bytes) = detection.cache.usage();
         Self {
             problem: driver.as_ref().err().map(|error| text(&error.to_string())),
             version: driver.as_ref().ok().map(|d| d.version().to_string()),
@@ -120,14 +113,10 @@ impl Cuda {
                 allowed: detection.multicast.is_allowed(),
                 why: text(&detection.multicast.to_string()),
             },
-            cache: Cache {
-                directory: detection
-                    .cache
-                    .directory()
-                    .and_then(|path| printable(&path.to_string_lossy())),
-                entries,
-                bytes,
-            },
+            cache: detection
+                .cache
+                .directory()
+                .and_then(|path| printable(&path.to_string_lossy())),
         }
     }
 
@@ -157,14 +146,7 @@ impl Cuda {
             page.row("not used", &format!("{name}: {why}"));
         }
         page.row("multicast", &self.multicast.why);
-        let cache = match &self.cache.directory {
-            Some(directory) => {
-                let (entries, bytes) = (self.cache.entries, size(self.cache.bytes));
-                format!("{directory} ({entries} entries, {bytes})")
-            }
-            None => "none".to_owned(),
-        };
-        page.row("kernel cache", &cache);
+        page.row("cache", self.cache.as_deref().unwrap_or("none"));
     }
 }
 
@@ -228,11 +210,7 @@ mod tests {
                 allowed: false,
                 why: "off: it is opt-in".to_owned(),
             },
-            cache: Cache {
-                directory: Some("/home/a/.cache/crossweft".to_owned()),
-                entries: 3,
-                bytes: 42 << 10,
-            },
+            cache: Some("/home/a/.cache/crossweft".to_owned()),
         }
     }
 
@@ -261,7 +239,7 @@ mod tests {
                 "  used            cooperative launch: one grid",
                 "  not used        host-native atomics: not needed",
                 "  multicast       off: it is opt-in",
-                "  kernel cache    /home/a/.cache/crossweft (3 entries, 42 KiB)",
+                "  cache           /home/a/.cache/crossweft",
             ]
         );
     }

@@ -40,9 +40,6 @@ impl SharedMemory {
     /// # Errors
     /// [`HalError::Allocate`].
     pub fn create(bytes: u64) -> Result<Self, HalError> {
-        let bytes = bytes
-            .max(1)
-            .next_multiple_of(rustix::param::page_size() as u64);
         let failed = |call| {
             move |source: rustix::io::Errno| HalError::Allocate {
                 bytes,
@@ -50,6 +47,11 @@ impl SharedMemory {
                 source: source.into(),
             }
         };
+        let page = rustix::param::page_size() as u64;
+        let rounded = bytes.max(1).checked_next_multiple_of(page);
+        let bytes = rounded
+            .ok_or(rustix::io::Errno::NOMEM)
+            .map_err(failed("mmap"))?;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("crossweft", flags).map_err(failed("memfd_create"))?;
         rustix::fs::ftruncate(&fd, bytes).map_err(failed("ftruncate"))?;
@@ -218,5 +220,14 @@ mod tests {
         let a = SharedMemory::create(4096).unwrap();
         let fd = a.fd().try_clone_to_owned().unwrap();
         assert!(SharedMemory::import(fd, 1 << 40).is_err());
+    }
+
+    #[test]
+    fn more_than_there_can_be_is_refused() {
+        for bytes in [u64::MAX, u64::MAX - 4095, 1 << 63] {
+            let error = SharedMemory::create(bytes).unwrap_err();
+            assert!(matches!(error, HalError::Allocate { .. }), "{error}");
+            assert!(error.to_string().contains(&bytes.to_string()), "{error}");
+        }
     }
 }

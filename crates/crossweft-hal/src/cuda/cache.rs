@@ -12,6 +12,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -105,21 +106,6 @@ impl Cache {
     #[must_use]
     pub fn directory(&self) -> Option<&Path> {
         self.directory.as_deref()
-    }
-
-    /// Number of entries, and their bytes together.
-    #[must_use]
-    pub fn usage(&self) -> (u64, u64) {
-        let entries = self.directory.iter().flat_map(fs::read_dir).flatten();
-        // Files of other kinds, which have a name of their own, are no entries.
-        let entries = entries
-            .flatten()
-            .filter(|entry| entry.path().extension().is_none())
-            .filter_map(|entry| entry.metadata().ok());
-        let files = entries.filter(fs::Metadata::is_file);
-        files.fold((0, 0), |(count, bytes), file| {
-            (count + 1, bytes + file.len())
-        })
     }
 
     /// How many look-ups found something, and how many did not, through this value.
@@ -230,17 +216,17 @@ fn write(directory: &Path, name: &str, parts: &[&[u8]]) -> io::Result<()> {
         .recursive(true)
         .mode(0o700)
         .create(directory)?;
-    // No other thread that is alive has this name; a dead one's leavings are overwritten.
+    // Containers, or hosts, with one home may have the same numbers for processes and threads: a number by chance as well, and
+    // what somebody else has is not touched.
     let (process, thread) = (std::process::id(), std::thread::current().id());
-    let aside = directory.join(format!(".{name}.{process}.{thread:?}"));
-    let written = || {
-        let mut file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits().cast_signed())
-            .mode(0o600)
-            .open(&aside)?;
+    let chance = RandomState::new().hash_one((process, thread));
+    let aside = directory.join(format!(".{name}.{process}.{chance:016x}"));
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&aside)?;
+    let mut written = || {
         for part in parts {
             file.write_all(part)?;
         }
@@ -272,9 +258,8 @@ mod tests {
         cache.store(&key(), b"");
         assert_eq!(cache.load(&key()).unwrap(), b"");
         assert_eq!(cache.hits_and_misses(), (2, 1));
-        assert_eq!(cache.usage(), (1, 40));
-        let file = directory.path().join("a/b").join(key().name);
-        assert_eq!(fs::metadata(file).unwrap().mode() & 0o777, 0o600);
+        let file = fs::metadata(directory.path().join("a/b").join(key().name)).unwrap();
+        assert_eq!((file.mode() & 0o777, file.len()), (0o600, HEADER as u64));
         assert_ne!(key(), Key::new("t", &[b"a", b"bc"]), "parts have ends");
     }
 
@@ -320,9 +305,25 @@ mod tests {
         assert_eq!(names.count(), 1, "nothing is left beside it");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o622)).unwrap();
         assert!(cache.file("t.json").is_err());
-        assert_eq!(cache.usage(), (0, 0), "it is no entry");
         assert_eq!(Cache::none().store_file("t.json", b"{}").unwrap(), None);
         assert!(Cache::at(&path).store_file("t.json", b"{}").is_err());
+    }
+
+    #[test]
+    fn writers_do_not_share_what_they_write_aside() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::at(directory.path());
+        // As another process of this number has it, in a container of its own with the same home.
+        let (process, thread) = (std::process::id(), std::thread::current().id());
+        let theirs = directory
+            .path()
+            .join(format!(".t.json.{process}.{thread:?}"));
+        let mut other = fs::File::create(&theirs).unwrap();
+        other.write_all(b"{\"half").unwrap();
+        cache.store_file("t.json", b"{}").unwrap();
+        other.write_all(b"\": 1}").unwrap();
+        assert_eq!(cache.file("t.json").unwrap().unwrap(), b"{}");
+        assert!(theirs.exists());
     }
 
     #[test]
@@ -333,7 +334,6 @@ mod tests {
         for cache in [Cache::at(&file.join("below")), Cache::none()] {
             cache.store(&key(), b"value");
             assert_eq!(cache.load(&key()), None);
-            assert_eq!(cache.usage(), (0, 0));
         }
     }
 

@@ -160,13 +160,7 @@ impl Drop for Context {
                 unsafe { driver.cuStreamDestroy_v2(stream) }
             });
         }
-        let pinned = self
-            .idle_pinned
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
-        for pinned in std::mem::take(pinned) {
-            pinned.free(self);
-        }
+        Pinned::free_idle(self);
         let device = &self.device;
         // SAFETY: retained once in `retain`, and nothing that needs it is left: all hold this.
         let released = unsafe {

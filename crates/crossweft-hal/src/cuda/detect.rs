@@ -22,7 +22,7 @@ pub struct Detection {
     pub features: Vec<Feature>,
     /// Whether NVLink multicast may be used, and why.
     pub multicast: Multicast,
-    /// Where what was probed is kept.
+    /// Where tuning tables, and what was probed, are kept.
     pub cache: Cache,
 }
 
@@ -104,10 +104,7 @@ fn features(
     let reached = peers.iter().flatten().all(|peer| peer.access);
     let peer_access = match (devices.len(), reached) {
         (1, _) => (false, "there is one device"),
-        (_, true) => (
-            true,
-            "between all devices, by the driver's word; probed before use",
-        ),
+        (_, true) => (true, "between all devices, by the driver's word"),
         (_, false) => (
             false,
             "not between all devices; those pairs go through the host",
@@ -118,7 +115,6 @@ fn features(
             major: 12,
             minor: 4,
         };
-    let cached = cache.directory().is_some();
     vec![
         feature(
             "memory by file descriptor",
@@ -167,17 +163,19 @@ fn features(
         ),
         Feature {
             name: "NVLink multicast",
-            used: driver.multicast().is_allowed() && all(|d| d.multicast),
-            why: if driver.multicast().is_allowed() && !all(|d| d.multicast) {
-                "allowed, but a device lacks it".to_owned()
-            } else {
-                driver.multicast().to_string()
+            used: false,
+            why: match driver.multicast() {
+                Multicast::Allowed if all(|d| d.multicast) => {
+                    format!("{}, but no plan needs it", Multicast::Allowed)
+                }
+                Multicast::Allowed => "allowed, but a device lacks it".to_owned(),
+                off @ Multicast::Off { .. } => off.to_string(),
             },
         },
         feature(
-            "cache of what was probed",
-            cached,
-            "peers are probed once; compiled kernels are in the driver's own cache",
+            "cache",
+            cache.directory().is_some(),
+            "for tuning tables; compiled kernels are in the driver's own",
             "off: neither a home nor CROSSWEFT_CACHE_DIR is set, or that is empty",
         ),
     ]

@@ -40,7 +40,7 @@ pub(super) struct Loaded {
     module: Weak<Module>,
 }
 
-/// A module, loaded. Unloaded with the last of its kernels.
+/// A module, loaded. Unloaded with the last of its kernels, which waits for kernels that run, whosever they are.
 #[derive(Debug)]
 pub struct Module {
     context: Arc<Context>,
@@ -227,11 +227,13 @@ impl Module {
             touch(driver, function)?;
             Attributes::of(driver, function)
         })?;
+        let (driver, device) = (self.context.driver(), self.context.device());
         Ok(Kernel {
             module: Arc::clone(self),
             function,
             name: name.to_owned(),
             attributes,
+            is_early: driver.version() >= EARLY_SINCE && device.sm()? >= EARLY_FROM,
         })
     }
 }
@@ -239,7 +241,7 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         self.context.release("a module", |driver| {
-            // SAFETY: loaded in `from_cubin`; its kernels, which hold this, are gone.
+            // SAFETY: ours, and loaded once; its kernels, which hold this, are gone.
             unsafe { driver.cuModuleUnload(self.raw) }
         });
     }
@@ -253,6 +255,8 @@ const EARLY_SINCE: Version = Version {
     major: 12,
     minor: 3,
 };
+/// The compute capability that has them; kernels for older ones have no instruction to wait by.
+const EARLY_FROM: u32 = 90;
 
 /// Whether an error speaks of what was to be compiled, or of the compiler.
 fn is_about_code(code: u32) -> bool {
@@ -369,6 +373,8 @@ pub struct Kernel {
     function: CuFunction,
     name: String,
     attributes: Attributes,
+    /// Whether driver and device have early launches.
+    is_early: bool,
 }
 
 /// Threads of a warp.
@@ -556,8 +562,7 @@ impl Kernel {
         shape: &Shape,
         arguments: &[Argument<'_>],
     ) -> Result<(), CudaError> {
-        // In graphs since 12.3.
-        if self.context().driver().version() < EARLY_SINCE {
+        if !self.is_early {
             // SAFETY: the caller's promise.
             return unsafe { self.launch(stream, shape, arguments) };
         }

@@ -2,14 +2,15 @@
 
 use std::ffi::c_void;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 
 use super::context::Context;
 use super::error::CudaError;
 use super::sys;
 use crate::cpu::SharedMemory;
 
-/// Pinned host memory, mapped for every device of the process.
+/// Pinned host memory, mapped for every device of the process. No kernel, copy or other thread may be using it when it is
+/// dropped: it is then the next one's.
 #[derive(Debug)]
 pub struct PinnedMemory {
     context: Arc<Context>,
@@ -49,14 +50,20 @@ impl Pinned {
     /// One that was given back, or a new one; holds anything.
     fn take(context: &Context, bytes: u64) -> Result<Self, CudaError> {
         let bytes = bytes.max(PAGE).checked_next_power_of_two().unwrap_or(bytes);
-        let mut idle = context
-            .idle_pinned
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut idle = idle(context);
         if let Some(found) = idle.iter().position(|pinned| pinned.bytes == bytes) {
             return Ok(idle.swap_remove(found));
         }
         drop(idle);
+        match Self::allocate(context, bytes) {
+            Err(CudaError::OutOfMemory { .. }) if Self::free_idle(context) => {
+                Self::allocate(context, bytes)
+            }
+            allocated => allocated,
+        }
+    }
+
+    fn allocate(context: &Context, bytes: u64) -> Result<Self, CudaError> {
         let mut host = std::ptr::null_mut();
         let flags = sys::HOST_PORTABLE | sys::HOST_DEVICE_MAP;
         context
@@ -82,20 +89,29 @@ impl Pinned {
 
     /// For the next who asks for as much.
     fn give_back(self, context: &Context) {
-        let mut idle = context
-            .idle_pinned
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        idle.push(self);
+        idle(context).push(self);
+    }
+
+    /// Frees for good all that nobody has; says whether there was any.
+    pub(super) fn free_idle(context: &Context) -> bool {
+        let all = std::mem::take(&mut *idle(context));
+        let was_any = !all.is_empty();
+        all.into_iter().for_each(|pinned| pinned.free(context));
+        was_any
     }
 
     /// Frees it for good, which waits for running kernels.
-    pub(super) fn free(self, context: &Context) {
+    fn free(self, context: &Context) {
         context.release("pinned memory", |driver| {
             // SAFETY: allocated by us, once, and nobody has it.
             unsafe { driver.cuMemFreeHost(self.host) }
         });
     }
+}
+
+fn idle(context: &Context) -> MutexGuard<'_, Vec<Pinned>> {
+    let idle = context.idle_pinned.lock();
+    idle.unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Address for kernels on the context's device of memory that is pinned.
