@@ -60,7 +60,7 @@ enum Command {
     Explain(explain::Explain),
     /// Measure all candidates on this machine, and keep the times for later starts to choose by.
     Tune(tune::Tune),
-    /// Run a program that uses NCCL with crossweft's library in NCCL's place, on host memory.
+    /// Run a program that uses NCCL with crossweft's library in NCCL's place, on GPUs or, where there is none, host memory.
     Run(run::Options),
     /// Say what this machine offers, what is missing, and what would be used.
     Doctor {

@@ -68,17 +68,6 @@ fn init(
     Pass::new(&group, layout, top_k)
 }
 
-/// Tells a pass where tokens go.
-fn update(
-    pass: &mut Pass,
-    topk_idx: &Given<Tensor>,
-    info: &Given<LayoutInfo>,
-) -> Result<(), Error> {
-    let tensor = Described::read("topk_idx", topk_idx, pass.group().comm())?;
-    let tensor = tensor.ok_or_else(|| Error::argument("topk_idx is NULL"))?;
-    pass.update(&tensor, info.read()?)
-}
-
 calls! {
     fn ncclEpGetVersion(version: Out<i32>) {
         version.set("version", VERSION)
@@ -119,8 +108,7 @@ calls! {
     fn ncclEpCreateGroup(group: Out<Address>, comm: Address, config: Given<GroupConfig>) {
         group.set("ep_group", Address::NULL)?;
         settings::check_device()?;
-        let config = config.required()?;
-        let made = Group::new(Communicator::new(comm)?, &config)?;
+        let made = Group::new(Communicator::new(comm)?, config.required())?;
         group.set("ep_group", table::insert_group(made))
     }
 
@@ -158,7 +146,7 @@ calls! {
     fn ncclEpUpdateHandle(
         handle: Address, topk_idx: Given<Tensor>, info: Given<LayoutInfo>, _stream: Stream,
     ) {
-        table::with_pass(handle, |pass| update(pass, &topk_idx, &info))
+        table::with_pass(handle, |pass| pass.update(&topk_idx, &info))
     }
 
     /// The same, of a handle that it makes.
@@ -171,7 +159,7 @@ calls! {
         let sizes = In::<usize>::at(shape.sizes).read("the sizes of topk_idx", shape.ndim.min(2) as usize)?;
         let top_k = sizes.get(1).and_then(|k| u32::try_from(*k).ok()).unwrap_or(0);
         let mut pass = init(group, kind, &config, signed("top-k", top_k)?)?;
-        update(&mut pass, &topk_idx, &info)?;
+        pass.update(&topk_idx, &info)?;
         handle.set("handle", table::insert_pass(pass))
     }
 

@@ -32,6 +32,8 @@ pub(crate) struct Shape {
 pub(crate) struct Group {
     comm: Communicator,
     endpoint: Arc<Endpoint>,
+    /// Which process has made it.
+    process: u32,
     pub(crate) algorithm: Algorithm,
     pub(crate) experts: u32,
     pub(crate) max_tokens: u32,
@@ -92,27 +94,34 @@ fn join(comm: &Communicator, (rank, ranks): (u32, u32), timeout: Duration) -> Re
 }
 
 impl Group {
-    /// Of all ranks of `comm`. Collective; blocks until all have called it.
-    pub(crate) fn new(comm: Communicator, config: &GroupConfig) -> Result<Arc<Self>, Error> {
-        settings::check_device()?;
+    /// Of all ranks of `comm`. Collective; blocks until all have called it, also those that have nothing to make it with.
+    pub(crate) fn new(
+        comm: Communicator,
+        config: Result<GroupConfig, Error>,
+    ) -> Result<Arc<Self>, Error> {
         let (rank, ranks) = comm.ranks()?;
-        let timeout = settings::timeout(config.timeout_ns)?;
+        let checked = config.and_then(|config| {
+            check(&config, ranks).map_err(Error::argument)?;
+            Ok((config, settings::timeout(config.timeout_ns)?))
+        });
+        let timeout = checked
+            .as_ref()
+            .map_or(settings::TIMEOUT, |(_, timeout)| *timeout);
         let deadline = Instant::now() + timeout;
         let endpoint = Endpoint::new(Arc::new(join(&comm, (rank, ranks), timeout)?), deadline)?;
+        let what = "creating a group for a mixture of experts";
+        let (config, timeout) = endpoint.settle(checked, what, deadline, Error::from)?;
         let algorithm = match config.algorithm {
             0 => Algorithm::LowLatency,
             _ => Algorithm::HighThroughput,
         };
-        let what = "creating a group for a mixture of experts";
-        let checked = check(config, ranks).map_err(Error::argument);
-        endpoint.settle(checked, what, deadline, Error::from)?;
         let GroupConfig {
             experts,
             max_dispatch_tokens,
             max_recv_tokens,
             top_k,
             ..
-        } = *config;
+        } = config;
         let statement = format!(
             "{algorithm:?}, {experts} experts, up to {max_dispatch_tokens} tokens a rank, to receive {max_recv_tokens}, \
              top-{top_k}"
@@ -121,6 +130,7 @@ impl Group {
         Ok(Arc::new(Self {
             comm,
             endpoint,
+            process: std::process::id(),
             algorithm,
             experts,
             max_tokens: max_dispatch_tokens,
@@ -132,6 +142,17 @@ impl Group {
             masked: Mutex::new(vec![false; ranks as usize]),
             has_lost: AtomicBool::new(false),
         }))
+    }
+
+    /// Refuses to be ended by a process that was forked from the one that has made it, whose threads it has not.
+    pub(crate) fn is_of_this_process(&self) -> Result<(), Error> {
+        match self.process == std::process::id() {
+            true => Ok(()),
+            false => Err(Error::usage(format!(
+                "process {} has made the group, and this one was only forked from it: leave it to that one",
+                self.process
+            ))),
+        }
     }
 
     pub(crate) fn comm(&self) -> &Communicator {

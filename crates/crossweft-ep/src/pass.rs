@@ -8,10 +8,10 @@ use crossweft_moe::{
 
 use crate::config::{
     Algorithm, CombineConfig, CombineInputs, CombineOutputs, DispatchConfig, DispatchInputs,
-    DispatchOutputs, LayoutInfo,
+    DispatchOutputs, LayoutInfo, Tensor,
 };
 use crate::group::{Group, Shape};
-use crate::pointer::{Buffer, apart};
+use crate::pointer::{Buffer, Given, apart};
 use crate::status::Error;
 use crate::tally::{Tally, payload};
 use crate::tensor::{BFLOAT16, Described, FLOAT8E4M3, FLOAT32, Integers, UINT8, token_type};
@@ -202,25 +202,29 @@ impl Pass {
     /// Takes where this rank's tokens go. With high throughput collective; blocks.
     pub(crate) fn update(
         &mut self,
-        topk_idx: &Described,
-        info: Option<LayoutInfo>,
+        topk_idx: &Given<Tensor>,
+        info: &Given<LayoutInfo>,
     ) -> Result<(), Error> {
         self.check_idle()?;
+        let given = || -> Result<_, Error> {
+            let tensor = Described::read("topk_idx", topk_idx, self.group.comm())?;
+            let tensor = tensor.ok_or_else(|| Error::argument("topk_idx is NULL"))?;
+            Ok((tensor, info.read()?))
+        };
         if self.is_low_latency() {
+            let (topk_idx, info) = given()?;
             if info.is_some() {
                 return Err(Error::argument(
                     "layout_info must be NULL here: with low latency counts come with a dispatch",
                 ));
             }
-            self.chosen = Some(self.choose(topk_idx)?);
+            self.chosen = Some(self.choose(&topk_idx)?);
             self.has_dispatched = false;
             return Ok(());
         }
         let sizes = (self.group.ranks(), self.group.experts);
-        let counters = self.counters(info);
-        let mine = self
-            .choose(topk_idx)
-            .and_then(|chosen| Ok((chosen, counters?)));
+        let mine = given()
+            .and_then(|(topk_idx, info)| Ok((self.choose(&topk_idx)?, self.counters(info)?)));
         // A rank that cannot say so tells the others that.
         let told = mine.as_ref().map_or_else(
             |_| Vec::new(),

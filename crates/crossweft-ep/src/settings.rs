@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::status::Error;
 
 /// The longest a call may take unless a group's `timeout_ns` or the environment says otherwise.
-const TIMEOUT: Duration = Duration::from_secs(100);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(100);
 /// More than anybody can wait, and less than clocks can count.
 const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 

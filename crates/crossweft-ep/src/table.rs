@@ -67,6 +67,7 @@ pub(crate) fn remove_group(handle: Address) -> Result<Arc<Group>, Error> {
     let mut table = table();
     let group = table.groups.get(&handle);
     let group = group.ok_or_else(|| unknown("ep_group", handle))?;
+    group.is_of_this_process()?;
     // One for the table; each pass has one.
     if Arc::strong_count(group) > 1 {
         return Err(Error::usage(

@@ -139,6 +139,22 @@ pub(crate) struct CollectiveCall {
     pub(crate) stream: u64,
 }
 
+/// Refuses what is received in two places at once, which would be neither.
+pub(crate) fn are_apart(calls: &[Call]) -> Result<(), Error> {
+    let received = calls.iter().filter_map(|call| match call {
+        Call::Receive(_, data, _) => Some(data.range()),
+        _ => None,
+    });
+    let mut ranges: Vec<_> = received.filter(|range| !range.is_empty()).collect();
+    ranges.sort_unstable_by_key(|range| range.start);
+    match ranges.is_sorted_by(|before, after| before.end <= after.start) {
+        true => Ok(()),
+        false => Err(Error::argument(
+            "two receives of a group share bytes: give each a buffer of its own",
+        )),
+    }
+}
+
 impl CollectiveCall {
     /// Finds the windows of a communicator that the buffers lie in, where that helps. Ranks use the same offsets of
     /// symmetric windows, so all find the same.
@@ -206,6 +222,7 @@ impl Request {
             })
         };
         let (inputs, outputs) = collective.blocks(world_size).unwrap_or((1, 1));
+        let (whole_input, whole_output) = (whole(inputs)?, whole(outputs)?);
         let (reads, writes) = uses(collective, rank);
         let source = |bytes: usize| send.bytes("sendbuff", bytes);
         let destination = |bytes: usize| recv.bytes("recvbuff", bytes);
@@ -223,18 +240,18 @@ impl Request {
         );
         let buffers = if reads && writes && bases.0 == bases.1 && send.address() != 0 {
             let larger = if outputs >= inputs {
-                destination(whole(outputs)?)?
+                destination(whole_output)?
             } else {
-                send.as_recv().bytes("sendbuff", whole(inputs)?)?
+                send.as_recv().bytes("sendbuff", whole_input)?
             };
             Buffers::InPlace(larger)
         } else {
             let input = match reads {
-                true => source(whole(inputs)?)?,
+                true => source(whole_input)?,
                 false => Source::empty(),
             };
             let output = match writes {
-                true => destination(whole(outputs)?)?,
+                true => destination(whole_output)?,
                 false => Destination::empty(),
             };
             if output.overlaps(&input) {

@@ -33,6 +33,8 @@ use crate::table;
 pub(crate) struct Comm {
     config: Config,
     place: Place,
+    /// Which process has made it.
+    process: u32,
     timeout: Duration,
     /// Whether buffers are looked at first, on a GPU.
     checks_pointers: bool,
@@ -116,6 +118,7 @@ impl Comm {
         Ok(Arc::new(Self {
             config,
             place,
+            process: std::process::id(),
             timeout: settings::timeout()?,
             checks_pointers: settings::checks_pointers(),
             cancel: Cancel::new()?,
@@ -136,6 +139,18 @@ impl Comm {
             making: Mutex::default(),
             delegated: Arc::default(),
         }))
+    }
+
+    /// Refuses to be ended by a process that was forked from the one that has made it: its threads are not there, nobody would
+    /// see them end, and the ranks would take this process's goodbye for the other's.
+    pub(crate) fn is_of_this_process(&self) -> Result<(), Error> {
+        match self.process == std::process::id() {
+            true => Ok(()),
+            false => Err(Error::usage(format!(
+                "process {} has made the communicator, and this one was only forked from it: leave it to that one",
+                self.process
+            ))),
+        }
     }
 
     /// What it computes on.
@@ -316,6 +331,11 @@ impl Comm {
         lock(&self.state).phase.clone()
     }
 
+    /// Whether it has still to come about.
+    pub(crate) fn is_being_made(&self) -> bool {
+        self.phase() == Phase::Idle && self.communicator.get().is_none()
+    }
+
     /// Whether something goes on.
     pub(crate) fn is_busy(&self) -> bool {
         lock(&self.state).busy
@@ -370,16 +390,22 @@ impl Comm {
         lock(&self.state).busy = busy;
     }
 
-    /// Has ended what it was busy with, and goes on as `phase`; unless something else came first.
-    pub(crate) fn settle(&self, phase: Phase) {
+    /// Goes on as `phase`, unless something else came first. If it is busy, it stays that until all of its work has ended:
+    /// who is told earlier may begin something else, which the end of this one would then be taken for.
+    pub(crate) fn enter(&self, phase: Phase) {
         if let Phase::Failed(error) = &phase {
             self.note(error);
         }
         let mut state = lock(&self.state);
-        state.busy = false;
         if matches!(state.phase, Phase::Idle | Phase::Suspended) {
             state.phase = phase;
         }
+    }
+
+    /// The same, and has ended what it was busy with.
+    pub(crate) fn settle(&self, phase: Phase) {
+        self.enter(phase);
+        self.set_busy(false);
     }
 
     /// What was derived of it so far.
@@ -387,8 +413,28 @@ impl Comm {
         lock(&self.derived)
     }
 
+    /// What other ranks can see of it, once all have joined.
+    pub(crate) fn notes(&self) -> Option<&Notes> {
+        self.notes.get().map(Arc::as_ref)
+    }
+
+    /// Registers a window.
+    pub(crate) fn registering(
+        &self,
+        register: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        match self.notes() {
+            Some(notes) => {
+                notes.go_on();
+                notes.registering(register)
+            }
+            None => Err(self.not_ready()),
+        }
+    }
+
     /// Derives `child` of it; whoever stops this one meanwhile stops that.
     pub(crate) fn deriving<T>(&self, child: &Arc<Self>, derive: impl FnOnce() -> T) -> T {
+        self.notes().into_iter().for_each(Notes::go_on);
         match &mut *lock(&self.making) {
             Making::Over(reason) => child.interrupt(reason),
             making => *making = Making::Child(Arc::clone(child)),
@@ -411,11 +457,11 @@ impl Comm {
 
     /// Does something that all ranks do; whatever goes wrong ends the communicator.
     fn step<T>(&self, act: impl FnOnce(&mut Engine) -> Result<T, Error>) -> Result<T, Error> {
-        self.notes.get().into_iter().for_each(|notes| notes.go_on());
+        self.notes().into_iter().for_each(Notes::go_on);
         let result = failure::guarded(|| self.with_engine(act)?);
         if let Err(error) = &result {
             // Whatever it was, ranks are no longer in step.
-            self.settle(Phase::Failed(error.clone()));
+            self.enter(Phase::Failed(error.clone()));
             self.tell(error);
         }
         result
@@ -467,8 +513,8 @@ impl Comm {
     /// soon that this one does not come.
     pub(crate) fn refuse(&self) {
         let can_call = self.phase() == Phase::Idle;
-        let notes = self.notes.get().filter(|_| can_call);
-        notes.into_iter().for_each(|notes| notes.refuse());
+        let notes = self.notes().filter(|_| can_call);
+        notes.into_iter().for_each(Notes::refuse);
     }
 
     /// Does something with the engine while no call runs.
@@ -520,6 +566,11 @@ impl Comm {
         }
     }
 
+    /// Whether this rank has ended every wait.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.cancel.reason().is_some()
+    }
+
     /// `ncclCommAbort`: stops it, and nothing is derived of it any more.
     pub(crate) fn abort(&self) {
         let reason = "ncclCommAbort was called";
@@ -545,7 +596,7 @@ impl Comm {
         if let Some(group) = self.group.get() {
             group.leave();
         }
-        self.settle(Phase::Finalized);
+        self.enter(Phase::Finalized);
         Ok(())
     }
 
@@ -615,7 +666,7 @@ impl Comm {
     pub(crate) fn suspend(&self) -> Result<(), Error> {
         self.ready(self.phase())?;
         self.with_engine(Engine::clear)??;
-        self.settle(Phase::Suspended);
+        self.enter(Phase::Suspended);
         Ok(())
     }
 
@@ -623,7 +674,7 @@ impl Comm {
     pub(crate) fn resume(&self) -> Result<(), Error> {
         match self.phase() {
             Phase::Suspended => {
-                self.settle(Phase::Idle);
+                self.enter(Phase::Idle);
                 Ok(())
             }
             _ => Err(Error::usage("the communicator is not suspended")),

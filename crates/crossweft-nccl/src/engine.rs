@@ -20,7 +20,7 @@ use crossweft_collective::{
 
 use crate::call::{Buffers, Call, CollectiveCall, OneSidedCall, Reduction};
 use crate::delegate::{Delegate, Message};
-use crate::lane::{Lane, Watch};
+use crate::lane::{Copies, Lane, Watch};
 use crate::notes::Notes;
 use crate::pointer::{Destination, Factor, Source};
 use crate::status::Error;
@@ -89,6 +89,11 @@ impl Others {
             Call::OneSided(call, stream) => self.one_sided.push((call, stream)),
         }
         None
+    }
+
+    /// Whether something is received where `data` lies.
+    fn overwrites(&self, data: &Source) -> bool {
+        self.receives.iter().any(|(_, to, _)| to.overlaps(data))
     }
 
     fn has_messages(&self) -> bool {
@@ -168,13 +173,16 @@ impl Engine {
     /// then what is one-sided, in its order. Returns at once.
     pub(crate) fn launch(&mut self, calls: Vec<Call>) -> Result<(), Error> {
         let mut others = Others::default();
-        for call in calls {
-            if let Some(call) = others.sort(call) {
-                self.launch_one(&call)?;
-            }
+        let sorted = calls.into_iter().filter_map(|call| others.sort(call));
+        let collectives: Vec<CollectiveCall> = sorted.collect();
+        // First: more room waits for what runs, which then is not this group's. That may wait for ranks whose calls the
+        // thread makes after these.
+        let copies = self.copies(&others)?;
+        for call in &collectives {
+            self.launch_one(call)?;
         }
         if others.has_messages() {
-            self.launch_messages(&others.sends, &others.receives)?;
+            self.launch_messages(&others, &copies)?;
         }
         let (lane, one_sided) = (self.lane.as_mut(), &self.messaging.one_sided);
         let Some(lane) = lane.filter(|_| !others.one_sided.is_empty()) else {
@@ -198,27 +206,34 @@ impl Engine {
         Ok(())
     }
 
-    /// All sends and receives of a group, on a GPU. What is sent from where something is received is copied first.
-    fn launch_messages(
-        &mut self,
-        sends: &[(u32, Source, u64)],
-        receives: &[(u32, Destination, u64)],
-    ) -> Result<(), Error> {
-        are_apart(receives)?;
+    /// Copies of what is sent from where something is received, on a GPU, and room for them.
+    fn copies(&mut self, others: &Others) -> Result<Copies, Error> {
+        let Some(lane) = &mut self.lane else {
+            return Err(Error::internal("calls are launched on the host"));
+        };
+        let sent = others.sends.iter().map(|(_, data, _)| data);
+        lane.copies(sent.filter(|data| others.overwrites(data)))
+    }
+
+    /// All sends and receives of a group, on a GPU, after `copies` of what they overwrite.
+    fn launch_messages(&mut self, others: &Others, copies: &Copies) -> Result<(), Error> {
         let Some(lane) = &mut self.lane else {
             return Err(Error::internal("messages are launched on the host"));
         };
+        let Others {
+            sends, receives, ..
+        } = others;
         let delegate = self.delegate.as_ref();
         let rule = |bytes: usize| delegate?.rule(Collective::SendRecv, bytes as u64);
         let mut delegated = Vec::new();
         let mut streams = Vec::new();
         let mut group = self.messaging.exchange.group();
-        let meets = |data: &Source| receives.iter().any(|(_, to, _)| to.overlaps(data));
-        let overwritten = sends.iter().map(|(_, data, _)| data);
-        let copies = lane.copies(overwritten.filter(|data| meets(data)))?;
         let mut copied = copies.regions();
         for (peer, data, stream) in sends {
-            let copy = if meets(data) { copied.next() } else { None };
+            let copy = match others.overwrites(data) {
+                true => copied.next(),
+                false => None,
+            };
             match rule(data.len()) {
                 Some(rule) => {
                     let from = data.range().start;
@@ -248,7 +263,7 @@ impl Engine {
                 copies.make(stream)?;
                 Ok(group.run_on(stream)?)
             })?;
-            lane.made(&copies, recorded);
+            lane.made(copies, recorded);
         }
         match &mut self.delegate {
             Some(delegate) if !delegated.is_empty() => delegate.messages(&delegated),
@@ -406,15 +421,11 @@ impl Engine {
 
     /// All sends and receives of a group. What is sent from where something is received is copied first, so that two
     /// ranks can change places.
-    ///
-    /// # Errors
-    /// Beside the exchange's: what is received in two places at once would be neither.
     fn messages(
         &mut self,
         sends: &[(u32, Source, u64)],
         receives: Vec<(u32, Destination, u64)>,
     ) -> Result<(), Error> {
-        are_apart(&receives)?;
         let copies: Vec<Option<Vec<u8>>> = sends
             .iter()
             .map(|(_, data, _)| {
@@ -572,19 +583,6 @@ impl Drop for Engine {
     }
 }
 
-/// Refuses what is received in two places at once, which would be neither.
-fn are_apart(receives: &[(u32, Destination, u64)]) -> Result<(), Error> {
-    let mut ranges: Vec<_> = receives.iter().map(|(_, to, _)| to.range()).collect();
-    ranges.retain(|range| !range.is_empty());
-    ranges.sort_unstable_by_key(|range| range.start);
-    match ranges.is_sorted_by(|before, after| before.end <= after.start) {
-        true => Ok(()),
-        false => Err(Error::argument(
-            "two receives of a group share bytes: give each a buffer of its own",
-        )),
-    }
-}
-
 fn key(call: &CollectiveCall) -> Key {
     let (op, multiplies) = match call.reduction {
         Reduction::Plain(op) => (op, false),
@@ -600,9 +598,10 @@ fn options(call: &CollectiveCall) -> Result<CollectiveOptions, Error> {
     let capacity = capacity.unwrap_or(call.bytes).max(LEAST);
     let mut options = match call.reduction {
         Reduction::Plain(op) => CollectiveOptions::new(call.dtype, op, capacity),
-        Reduction::PreMultiplied(factor) => {
-            let scalar = Scalar::from_bits(factor.bits(call.dtype.size()));
-            CollectiveOptions::new(call.dtype, ReduceOp::Sum, capacity).pre_multiplied(scalar)
+        Reduction::PreMultiplied(_) => {
+            // Each call sets its own, which may lie in memory that only the device reaches.
+            let none = Scalar::from_bits(0);
+            CollectiveOptions::new(call.dtype, ReduceOp::Sum, capacity).pre_multiplied(none)
         }
     };
     if let Some(zone) = &call.zone {

@@ -9,7 +9,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, OnceLock};
 
-use crate::call::Call;
+use crate::call::{Call, are_apart};
 use crate::comm::{Comm, Phase};
 use crate::failure;
 use crate::status::{Error, Status};
@@ -22,13 +22,18 @@ pub(crate) struct Manage {
 }
 
 impl Manage {
-    fn run(self) -> Result<(), Error> {
+    /// As part of the work of `comm`.
+    fn run(self, comm: &Arc<Comm>) -> Result<(), Error> {
         let result = failure::guarded(self.act);
         if let Some(made) = self.makes {
-            made.settle(match &result {
+            made.enter(match &result {
                 Ok(()) => Phase::Idle,
                 Err(error) => Phase::Failed(error.clone()),
             });
+            // One that is made of nothing else is busy until this work ends.
+            if !Arc::ptr_eq(&made, comm) {
+                made.set_busy(false);
+            }
         }
         result
     }
@@ -73,7 +78,7 @@ impl Making {
         if self.cause.set(error.clone()).is_ok() {
             let reason =
                 format!("another communicator of the same group could not be made: {error}");
-            let unfinished = self.all.iter().filter(|comm| comm.is_busy());
+            let unfinished = self.all.iter().filter(|comm| comm.is_being_made());
             unfinished.for_each(|comm| comm.interrupt(&reason));
         }
     }
@@ -186,13 +191,9 @@ pub(crate) fn end_without_running() -> Result<CallsOfEach, Error> {
     })
 }
 
-/// Communicators that were to be made in a group that failed are of no use, and calls in it were refused.
+/// Communicators that were to be made in a group that failed are of no use, and what else was in it was refused.
 fn abandon(work: &Todo, error: &Error) {
-    for (comm, work) in work {
-        if let Work::Calls(_) = work {
-            comm.refuse();
-        }
-    }
+    work.iter().for_each(|(comm, _)| comm.refuse());
     for made in acts(work).filter_map(|act| act.makes.as_ref()) {
         made.settle(Phase::Failed(error.clone()));
     }
@@ -267,6 +268,14 @@ fn submit(comm: &Arc<Comm>, work: Work) -> Result<Status, Error> {
 /// Runs everything; returns the first error in the order in which communicators were first called, or what kept
 /// communicators from being made.
 fn run(work: Todo) -> Result<Status, Error> {
+    let apart = work.iter().try_for_each(|(_, work)| match work {
+        Work::Calls(calls) => are_apart(calls),
+        Work::Manage(_) => Ok(()),
+    });
+    if let Err(error) = apart {
+        abandon(&work, &error);
+        return Err(error);
+    }
     let blocking = work.first().is_none_or(|(comm, _)| comm.config().blocking);
     let mut parts = work.iter();
     let launches = parts.all(|(comm, work)| comm.is_on_gpu() && matches!(work, Work::Calls(_)));
@@ -417,10 +426,10 @@ fn one(comm: &Arc<Comm>, work: Work, making: &Making) -> Result<(), Error> {
             for act in acts {
                 // What makes nothing has no other way to say so where nobody waits.
                 let told = comm.config().blocking || act.makes.is_some();
-                let result = act.run();
+                let result = act.run(comm);
                 if let Err(error) = &result {
                     if !told {
-                        comm.settle(Phase::Failed(error.clone()));
+                        comm.enter(Phase::Failed(error.clone()));
                     }
                     making.fail(error);
                 }
@@ -434,4 +443,43 @@ fn one(comm: &Arc<Comm>, work: Work, making: &Making) -> Result<(), Error> {
     }
     comm.set_busy(false);
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use crossweft_hal::Device;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::devices::Place;
+
+    #[test]
+    fn a_communicator_is_busy_until_all_of_its_work_has_ended() {
+        let config = Config {
+            blocking: false,
+            name: None,
+        };
+        let place = Place {
+            device: Device::Cpu,
+            number: None,
+        };
+        let comm = Comm::new(config, place).unwrap();
+        let own = Arc::clone(&comm);
+        let makes = Manage {
+            makes: Some(Arc::clone(&comm)),
+            act: Box::new(|| Ok(())),
+        };
+        // Whoever asked in between would begin what is next.
+        let asks = Manage {
+            makes: None,
+            act: Box::new(move || match own.is_busy() {
+                true => Ok(()),
+                false => Err(Error::internal("it says that it has ended")),
+            }),
+        };
+        let making = Making::of(&Vec::new());
+        let result = one(&comm, Work::Manage(vec![makes, asks]), &making);
+        assert_eq!(result, Ok(()));
+        assert!(!comm.is_busy());
+    }
 }

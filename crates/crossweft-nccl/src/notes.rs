@@ -25,6 +25,7 @@ pub(crate) struct Notes {
     endpoint: Arc<Endpoint>,
     refused: CallLine,
     preparing: CallLine,
+    registering: CallLine,
     windows: CallLine,
     delegated: CallLine,
     launched: CallLine,
@@ -59,6 +60,7 @@ impl Notes {
             refused: endpoint
                 .own_call_line("has refused a call, for the reason that it gave there"),
             preparing: endpoint.own_call_line("prepares a call, larger or other than those before"),
+            registering: endpoint.own_call_line("registers a window"),
             windows: endpoint.own_call_line("is in a call between windows"),
             delegated: endpoint.own_call_line("is in a call that is delegated to another library"),
             launched: endpoint.own_call_line("has launched a collective"),
@@ -111,14 +113,30 @@ impl Notes {
         prepare: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
         self.preparing.begin(&self.endpoint, bytes);
+        let result = self.with_all(&self.preparing, prepare);
+        if result.is_ok() {
+            self.preparing.end(&self.endpoint);
+        }
+        result
+    }
+
+    /// Registers a window, which all ranks do together; ends the wait for one that has refused that.
+    pub(crate) fn registering<T>(&self, register: impl FnOnce() -> T) -> T {
+        self.registering.begin(&self.endpoint, 0);
+        let result = self.with_all(&self.registering, register);
+        self.registering.end(&self.endpoint);
+        result
+    }
+
+    /// Does what `line` notes that it has begun.
+    fn with_all<T>(&self, line: &CallLine, act: impl FnOnce() -> T) -> T {
         let begun = |rank| {
-            self.preparing
-                .noted_by(&self.endpoint, rank)
-                .map(|(begun, _)| begun)
+            let noted = line.noted_by(&self.endpoint, rank);
+            noted.map(|(begun, _)| begun)
         };
         let own = begun(self.endpoint.rank());
-        let (prepared, ends) = channel();
-        let result = std::thread::scope(|scope| {
+        let (done, ends) = channel();
+        std::thread::scope(|scope| {
             let watch = std::thread::Builder::new().name("crossweft-nccl".to_owned());
             // Without it, the wait ends at the deadline.
             let _ = watch.spawn_scoped(scope, move || {
@@ -129,14 +147,10 @@ impl Notes {
                     }
                 }
             });
-            let result = prepare();
-            drop::<Sender<()>>(prepared);
+            let result = act();
+            drop::<Sender<()>>(done);
             result
-        });
-        if result.is_ok() {
-            self.preparing.end(&self.endpoint);
-        }
-        result
+        })
     }
 
     /// Runs what waits for messages or signals of `peers`, or for room to send them some.

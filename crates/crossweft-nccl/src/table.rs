@@ -80,8 +80,10 @@ pub(crate) fn comm(handle: Address) -> Result<Arc<Comm>, Error> {
 /// Takes a communicator's handle away.
 pub(crate) fn remove(handle: Address) -> Result<Arc<Comm>, Error> {
     let mut table = table();
-    let comm = table.comms.remove(&handle.number());
+    let comm = table.comms.get(&handle.number()).cloned();
     let comm = comm.ok_or_else(|| unknown(handle))?;
+    comm.is_of_this_process()?;
+    table.comms.remove(&handle.number());
     table.windows.retain(|_, (of, _)| !is(of, &comm));
     count_windows(&table);
     Ok(comm)

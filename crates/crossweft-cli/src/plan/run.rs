@@ -35,7 +35,7 @@ pub(crate) struct Run {
     /// Reduce operation; by default the plan's, or sum.
     #[arg(long, value_parser = op)]
     op: Option<ReduceOp>,
-    /// The device to run on; this version has the CPU device.
+    /// The device to run on; `auto` takes GPUs if there is one for every rank.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     device: Device,
     /// Start the ranks as threads of this process; the default, unless a launcher has started them.
@@ -138,12 +138,12 @@ fn try_run(options: &Run) -> Result<Exit, RunError> {
             })
         },
         timeout: Duration::from_secs(options.timeout),
-        // Checked here, once for all.
         bind: false,
         devices: options
             .device
             .find(task.plan.world_size())
             .map_err(RunError::Usage)?,
+        // Checked here, once for all.
         arguments: &["--unchecked"],
     };
     Ok(job::run(&job, |communicator, _| task.rank(communicator))?)

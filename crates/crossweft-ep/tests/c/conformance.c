@@ -475,6 +475,25 @@ static void several_main(struct rank* r) {
 
 static void several_groups(void) { in_threads(2, several_main); }
 
+/* What a process was forked from goes on, also when the forked one ends what it has a copy of, as destructors do. */
+static void forked_main(struct rank* r) {
+    ncclComm_t comm = join(r);
+    ncclEpGroup_t group = group_of(r, comm, NCCL_EP_ALGO_LOW_LATENCY);
+    pass(r, group, USUAL);
+    int status;
+    pid_t pid = fork();
+    if (pid == 0) {
+        EP_SAYS(ncclInvalidUsage, "forked", ncclEpGroupDestroy(group));
+        exit(0);
+    }
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+    pass(r, group, USUAL);
+    EP(ncclEpGroupDestroy(group));
+    OK(ncclCommDestroy(comm));
+}
+
+static void forked(void) { in_processes(2, -1, forked_main); }
+
 static void not_blocking_main(struct rank* r) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
@@ -591,6 +610,9 @@ static void mistakes_main(struct rank* r) {
     config = config_of(r, NCCL_EP_ALGO_LOW_LATENCY), config.zero_copy = r->rank == 1 ? NCCL_EP_ZERO_COPY_ON : NCCL_EP_ZERO_COPY_OFF;
     EP_IS(r->rank == 1 ? ncclInvalidArgument : ncclRemoteError, ncclEpCreateGroup(&group, comm, &config));
     CHECK(group == NULL && strstr(crossweftEpGetLastError(), "zero_copy"));
+    config = config_of(r, NCCL_EP_ALGO_LOW_LATENCY);
+    EP_IS(r->rank == 1 ? ncclInvalidArgument : ncclRemoteError, ncclEpCreateGroup(&group, comm, r->rank == 1 ? NULL : &config));
+    CHECK(group == NULL && strstr(crossweftEpGetLastError(), "ncclEpGroupConfig_t is NULL"));
     config = config_of(r, NCCL_EP_ALGO_LOW_LATENCY);
     OK(ncclGroupStart());
     EP_SAYS(ncclInvalidUsage, "outside ncclGroupStart", ncclEpCreateGroup(&group, comm, &config));
@@ -721,6 +743,8 @@ static void calls_main(struct rank* r) {
     index[0] = r->rank == 1 ? 99 : 0;
     EP_SAYS(r->rank == 1 ? ncclInvalidArgument : ncclRemoteError, r->rank == 1 ? "expert 99" : "rank 1 could not say",
         ncclEpUpdateHandle(flat, &ti.tensor, NULL, NULL));
+    EP_SAYS(r->rank == 1 ? ncclInvalidArgument : ncclRemoteError, r->rank == 1 ? "topk_idx is NULL" : "rank 1 could not say",
+        ncclEpUpdateHandle(flat, r->rank == 1 ? NULL : &ti.tensor, NULL, NULL));
     EP(ncclEpHandleDestroy(flat));
     EP(ncclEpGroupDestroy(group));
     EP(ncclEpGroupDestroy(high));
@@ -872,7 +896,7 @@ static const struct {
 } cases[] = {
 #define CASE(name) {#name, name}
     CASE(tensors), CASE(alone), CASE(low_latency_in_threads), CASE(low_latency_in_processes),
-    CASE(high_throughput_in_threads), CASE(high_throughput_in_processes), CASE(several_groups),
+    CASE(high_throughput_in_threads), CASE(high_throughput_in_processes), CASE(several_groups), CASE(forked),
     CASE(a_communicator_that_does_not_block), CASE(windows), CASE(mistakes_of_groups), CASE(mistakes_of_calls),
     CASE(ranks_that_differ), CASE(without_the_device), CASE(masks), CASE(a_lost_rank),
 };

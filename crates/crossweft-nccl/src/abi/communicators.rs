@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use crossweft_net::UniqueId;
 
-use super::{calls, grouped, on, signed, success, unsigned};
+use super::{asking, calls, grouped, on, signed, success, unsigned};
 use crate::comm::{Comm, Phase};
 use crate::config::Config;
 use crate::devices::Place;
 use crate::pointer::{Address, In, Out, Versioned};
 use crate::status::{Error, Status};
-use crate::{derive, group, table};
+use crate::{derive, group, settings, table};
 
 /// `ncclUniqueId`, which C passes by value.
 #[derive(Clone, Copy, Debug)]
@@ -97,9 +97,10 @@ fn default_config() -> Versioned {
 }
 
 calls! {
+    /// Needs no GPU: a launcher may ask for it that sees none, or that has still to make its ranks by forking.
     fn ncclGetUniqueId(id: Out<Id>) {
         id.check("uniqueId")?;
-        Place::current()?;
+        settings::processor()?;
         id.set("uniqueId", Id(derive::unique_id()?.to_bytes())).map(success)
     }
 
@@ -199,6 +200,7 @@ calls! {
                 // The code that NCCL has for it.
                 return Err(Error::argument("the communicator was finalised before: only ncclCommDestroy can follow"));
             }
+            comm.is_of_this_process()?;
             comm.usable()?;
             let own = Arc::clone(comm);
             group::manage(comm, None, move || own.finalize())
@@ -238,13 +240,15 @@ calls! {
 
     fn ncclCommSplit(comm: Address, color: i32, key: i32, new: Out<Address>, config: Versioned) {
         making(&new, "newcomm", || on(comm, |parent| {
-            parent.derivable()?;
-            if color < 0 && color != derive::NO_COLOR {
-                return Err(Error::argument(format!(
-                    "color is {color}; it must be NCCL_SPLIT_NOCOLOR or not negative"
-                )));
-            }
-            let child = Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())?;
+            let child = asking(parent, || {
+                parent.derivable()?;
+                if color < 0 && color != derive::NO_COLOR {
+                    return Err(Error::argument(format!(
+                        "color is {color}; it must be NCCL_SPLIT_NOCOLOR or not negative"
+                    )));
+                }
+                Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())
+            })?;
             let (own, made) = (Arc::clone(parent), Arc::clone(&child));
             let act = move || own.deriving(&made, || derive::split(&own, &made, (color, key)));
             if color == derive::NO_COLOR {
@@ -263,42 +267,45 @@ calls! {
         flags: i32,
     ) {
         making(&new, "newcomm", || on(comm, |parent| {
-            let count = unsigned("excludeRanksCount", excluded_count)? as usize;
-            if count == 0 {
-                return Err(Error::argument("excludeRanksCount is 0: there is nothing to shrink"));
-            }
-            if !matches!(flags, 0 | 1) {
-                return Err(Error::argument(format!(
-                    "shrinkFlags is {flags}; it must be NCCL_SHRINK_DEFAULT or NCCL_SHRINK_ABORT"
-                )));
-            }
-            let (rank, world_size) = match flags {
-                // It may be one that has failed, or is still in a call that will not end.
-                1 => (parent.rank()?, parent.world_size()?),
-                _ => {
-                    let communicator = parent.derivable()?;
-                    (communicator.rank(), communicator.world_size())
+            let (child, gone) = asking(parent, || {
+                let count = unsigned("excludeRanksCount", excluded_count)? as usize;
+                if count == 0 {
+                    return Err(Error::argument("excludeRanksCount is 0: there is nothing to shrink"));
                 }
-            };
-            let mut gone = Vec::new();
-            for other in excluded.read("excludeRanksList", count)? {
-                match u32::try_from(other) {
-                    Ok(other) if other == rank => {
-                        return Err(Error::argument(format!(
-                            "excludeRanksList has rank {rank}, which calls this; only ranks that stay do"
-                        )));
-                    }
-                    Ok(other) if other < world_size => gone.push(other),
+                if !matches!(flags, 0 | 1) {
+                    return Err(Error::argument(format!(
+                        "shrinkFlags is {flags}; it must be NCCL_SHRINK_DEFAULT or NCCL_SHRINK_ABORT"
+                    )));
+                }
+                let (rank, world_size) = match flags {
+                    // It may be one that has failed, or is still in a call that will not end.
+                    1 => (parent.rank()?, parent.world_size()?),
                     _ => {
-                        return Err(Error::argument(format!(
-                            "excludeRanksList has {other}, in a communicator of {world_size} ranks"
-                        )));
+                        let communicator = parent.derivable()?;
+                        (communicator.rank(), communicator.world_size())
+                    }
+                };
+                let mut gone = Vec::new();
+                for other in excluded.read("excludeRanksList", count)? {
+                    match u32::try_from(other) {
+                        Ok(other) if other == rank => {
+                            return Err(Error::argument(format!(
+                                "excludeRanksList has rank {rank}, which calls this; only ranks that stay do"
+                            )));
+                        }
+                        Ok(other) if other < world_size => gone.push(other),
+                        _ => {
+                            return Err(Error::argument(format!(
+                                "excludeRanksList has {other}, in a communicator of {world_size} ranks"
+                            )));
+                        }
                     }
                 }
-            }
-            gone.sort_unstable();
-            gone.dedup();
-            let child = Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())?;
+                gone.sort_unstable();
+                gone.dedup();
+                let child = Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())?;
+                Ok((child, gone))
+            })?;
             if flags == 1 {
                 parent.stop("ncclCommShrink was called with NCCL_SHRINK_ABORT");
             }
@@ -337,21 +344,24 @@ calls! {
                 return join(&new, (count, rank), &id, Config::read(&config, None)?);
             }
             on(comm, |parent| {
-                let communicator = parent.usable()?;
-                let count = unsigned("nRanks", count)?;
-                if rank != -1 {
-                    return Err(Error::argument(format!(
-                        "rank is {rank}; ranks of the communicator keep theirs, and pass -1"
-                    )));
-                }
-                if count <= communicator.world_size() {
-                    return Err(Error::argument(format!(
-                        "nRanks is {count}, but the communicator has {} already",
-                        communicator.world_size()
-                    )));
-                }
-                let id = id.map(|id| id.parse()).transpose()?;
-                let child = Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())?;
+                let (child, id, count) = asking(parent, || {
+                    let communicator = parent.usable()?;
+                    let count = unsigned("nRanks", count)?;
+                    if rank != -1 {
+                        return Err(Error::argument(format!(
+                            "rank is {rank}; ranks of the communicator keep theirs, and pass -1"
+                        )));
+                    }
+                    if count <= communicator.world_size() {
+                        return Err(Error::argument(format!(
+                            "nRanks is {count}, but the communicator has {} already",
+                            communicator.world_size()
+                        )));
+                    }
+                    let id = id.map(|id| id.parse()).transpose()?;
+                    let child = Comm::new(Config::read(&config, Some(parent.config()))?, parent.place().inherited())?;
+                    Ok((child, id, count))
+                })?;
                 let (own, made) = (Arc::clone(parent), Arc::clone(&child));
                 publish(&new, "newcomm", &child, || {
                     group::manage(parent, Some(Arc::clone(&child)), move || {

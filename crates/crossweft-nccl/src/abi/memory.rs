@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{calls, grouped, on, success};
+use super::{asking, calls, grouped, on, success};
 use crate::devices::Place;
 use crate::pointer::{Address, Out};
 use crate::status::Error;
@@ -49,14 +49,17 @@ calls! {
         comm: Address, buffer: Address, bytes: usize, place: Out<Address>, flags: i32,
     ) {
         grouped(|| on(comm, |comm| {
-            place.check("win")?;
-            comm.usable()?;
-            let window = Window::new(buffer.number(), bytes as u64, flags)?;
+            let window = asking(comm, || {
+                place.check("win")?;
+                comm.usable()?;
+                Window::new(buffer.number(), bytes as u64, flags)
+            })?;
             let handle = table::insert_window(comm, &window);
             place.set("win", handle)?;
             let own = Arc::clone(comm);
             group::manage(comm, None, move || {
-                window.register(&own).inspect_err(|_| table::remove_window(&own, handle))
+                let registered = own.registering(|| window.register(&own));
+                registered.inspect_err(|_| table::remove_window(&own, handle))
             })
             .inspect_err(|_| drop(place.set("win", Address::of(0))))
         }))

@@ -71,7 +71,12 @@ fn on<T>(comm: Address, act: impl FnOnce(&Arc<Comm>) -> Result<T, Error>) -> Res
 /// learn it.
 fn calling<T>(comm: Address, act: impl FnOnce(&Arc<Comm>) -> Result<T, Error>) -> Result<T, Error> {
     // One that has failed in a call is past that.
-    grouped(|| on(comm, |comm| act(comm).inspect_err(|_| comm.refuse())))
+    grouped(|| on(comm, |comm| asking(comm, || act(comm))))
+}
+
+/// Looks at what all ranks are to do together. If that is refused, the other ranks learn it.
+fn asking<T>(comm: &Arc<Comm>, act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    act().inspect_err(|_| comm.refuse())
 }
 
 /// A call that counts in a group: if it fails, so does the group.

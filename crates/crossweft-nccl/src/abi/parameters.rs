@@ -12,9 +12,23 @@ use crate::status::{Error, Status};
 thread_local! {
     /// What this thread was given last, by each of the two functions that give strings.
     static GIVEN: RefCell<[CString; 2]> = RefCell::default();
-    /// The table that this thread was given.
-    static KEYS: Box<[*const c_char]> = ALL.iter().map(|parameter| parameter.key.as_ptr()).collect();
 }
+
+/// The names of all, as C has them.
+struct Keys([*const c_char; ALL.len()]);
+
+// SAFETY: addresses of constants, which nobody writes.
+unsafe impl Sync for Keys {}
+
+static KEYS: Keys = {
+    let mut keys = [std::ptr::null(); ALL.len()];
+    let mut index = 0;
+    while index < keys.len() {
+        keys[index] = ALL[index].key.as_ptr();
+        index += 1;
+    }
+    Keys(keys)
+};
 
 fn give(slot: usize, text: CString) -> *const c_char {
     GIVEN.with_borrow_mut(|given| {
@@ -81,7 +95,7 @@ calls! {
     fn ncclParamGetAllParameterKeys(table: Out<*const *const c_char>, length: Out<i32>) {
         table.check("table")?;
         length.set("tableLen", i32::try_from(ALL.len()).unwrap_or(i32::MAX))?;
-        table.set("table", KEYS.with(|keys| keys.as_ptr())).map(success)
+        table.set("table", KEYS.0.as_ptr()).map(success)
     }
 }
 

@@ -4,6 +4,7 @@
 #include "harness.h"
 
 #include <math.h>
+#include <sys/mman.h>
 
 /* ---- layouts, as NCCL's header has them on 64 bits ---- */
 
@@ -449,6 +450,20 @@ static void arguments_main(struct rank* r) {
     OK(ncclCommFinalize(NULL));
 }
 
+/* More than any rank can address, also of ranks whose own blocks would begin beyond that. */
+static void too_much_main(struct rank* r) {
+    ncclComm_t comm = join(r);
+    char a[8], b[8];
+    size_t count = (size_t)1 << 62;
+    SAYS(ncclInvalidArgument, "more than can be addressed", ncclAllGather(a, b, count, ncclInt8, comm, NULL));
+    SAYS(ncclInvalidArgument, "more than can be addressed", ncclReduceScatter(a, b, count, ncclInt8, ncclSum, comm, NULL));
+    SAYS(ncclInvalidArgument, "more than can be addressed", ncclGather(a, b, count, ncclInt8, 0, comm, NULL));
+    int32_t x = 1, y = 0;
+    OK(ncclAllReduce(&x, &y, 1, ncclInt32, ncclSum, comm, NULL));
+    CHECK(y == r->ranks);
+    OK(ncclCommDestroy(comm));
+}
+
 static void init_arguments(void) {
     ncclUniqueId id, bad;
     ncclComm_t comm = (ncclComm_t)&id;
@@ -523,12 +538,16 @@ static void init_arguments(void) {
     OK(ncclCommDestroy(comm));
     unsetenv("CROSSWEFT_TIMEOUT");
 
-    /* Nobody is to mistake a GPU's pointers for the host's. */
+    /* Nobody is to mistake a GPU's pointers for the host's; an id has nothing to do with either. */
+    void* memory;
     unsetenv("CROSSWEFT_DEVICE");
-    SAYS(ncclInvalidUsage, "CROSSWEFT_DEVICE=cpu", ncclGetUniqueId(&id));
+    OK(ncclGetUniqueId(&id));
     SAYS(ncclInvalidUsage, "CROSSWEFT_DEVICE=cpu", ncclCommInitRank(&comm, 1, id, 0));
+    SAYS(ncclInvalidUsage, "CROSSWEFT_DEVICE=cpu", ncclMemAlloc(&memory, 64));
     setenv("CROSSWEFT_DEVICE", "cuda", 1);
-    SAYS(ncclInvalidUsage, "cuda", ncclGetUniqueId(&id));
+    SAYS(ncclInvalidUsage, "no GPU can be used", ncclCommInitRank(&comm, 1, id, 0));
+    setenv("CROSSWEFT_DEVICE", "gpu", 1);
+    SAYS(ncclInvalidUsage, "it must be cpu, cuda or auto", ncclGetUniqueId(&id));
 }
 
 static void versions(void) {
@@ -714,6 +733,26 @@ static void init_in_a_group(void) {
     SAYS(ncclInvalidArgument, "nId is 0", ncclCommInitRankScalable(&none, N, 0, 0, ids, &config));
     CHECK(none == NULL);
     for (int r = 0; r < N; r++) OK(ncclCommDestroy(comms[r]));
+}
+
+/* What a process was forked from goes on, also when the forked one ends what it has a copy of, as destructors do. */
+static void forked(void) {
+    ncclComm_t comm;
+    float x = 2, y = 0;
+    int status;
+    OK(ncclCommInitAll(&comm, 1, NULL));
+    OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL));
+    pid_t pid = fork();
+    if (pid == 0) {
+        SAYS(ncclInvalidUsage, "forked", ncclCommFinalize(comm));
+        SAYS(ncclInvalidUsage, "forked", ncclCommDestroy(comm));
+        SAYS(ncclInvalidUsage, "forked", ncclCommAbort(comm));
+        exit(0);
+    }
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+    OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL));
+    CHECK(y == 2);
+    OK(ncclCommDestroy(comm));
 }
 
 /* Nothing is left of communicators that could not all be made. */
@@ -933,18 +972,26 @@ static void turns_main(struct rank* r) {
     OK(ncclCommAbort(comm));
 }
 
-/* Two receives into the same bytes. */
+/* Two receives into the same bytes are a bad argument like any other: of the group nothing is run. */
 static void shared_receives(void) {
     ncclComm_t comm;
-    char data[8] = {0};
+    ncclResult_t state;
+    char data[8] = {1, 2, 0}, copy = 0;
     OK(ncclCommInitAll(&comm, 1, NULL));
-    OK(ncclGroupStart());
-    for (int i = 0; i < 2; i++) {
-        OK(ncclSend(data, 2, ncclUint8, 0, comm, NULL));
-        OK(ncclRecv(data + 4 + i, 2, ncclUint8, 0, comm, NULL));
+    for (int apart = 0; apart < 2; apart++) {
+        OK(ncclGroupStart());
+        OK(ncclAllGather(data, &copy, 1, ncclUint8, comm, NULL));
+        for (int i = 0; i < 2; i++) {
+            OK(ncclSend(data, 2, ncclUint8, 0, comm, NULL));
+            OK(ncclRecv(data + 4 + i * (1 + apart), 2, ncclUint8, 0, comm, NULL));
+        }
+        if (apart) OK(ncclGroupEnd());
+        else SAYS(ncclInvalidArgument, "share bytes", ncclGroupEnd());
+        CHECK(copy == apart && data[4] == apart && data[7] == 2 * apart);
+        OK(ncclCommGetAsyncError(comm, &state));
+        CHECK(state == ncclSuccess);
     }
-    SAYS(ncclInvalidArgument, "share bytes", ncclGroupEnd());
-    OK(ncclCommAbort(comm));
+    OK(ncclCommDestroy(comm));
 }
 
 /* One thread, many ranks, and each sends to all. */
@@ -1372,6 +1419,70 @@ static void refused_message_main(struct rank* r) {
     OK(ncclCommAbort(comm));
 }
 
+/* The same of what all ranks do beside calls: making communicators of another, after which the other is as before, and
+   registering windows. */
+static volatile int has_been_told;
+
+static void refused_split_main(struct rank* r) {
+    ncclComm_t comm = join(r), part;
+    float x = 1, y = 0;
+    double start = now();
+    if (r->rank == 1) {
+        SAYS(ncclInvalidArgument, "color is -5", ncclCommSplit(comm, -5, 0, &part, NULL));
+        while (!has_been_told) pause_ms(1);
+    } else {
+        SAYS(ncclRemoteError, "rank 1 has refused a call", ncclCommSplit(comm, 0, 0, &part, NULL));
+        has_been_told = 1;
+    }
+    CHECK(part == NULL && now() - start < 100);
+    OK(ncclCommSplit(comm, 0, 0, &part, NULL));
+    OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, part, NULL));
+    CHECK(y == 2);
+    OK(ncclCommDestroy(part));
+    OK(ncclCommDestroy(comm));
+}
+
+static void refused_grow_main(struct rank* r) {
+    ncclComm_t comm = join(r), all;
+    ncclUniqueId id;
+    float x = 1, y = 0;
+    double start = now();
+    if (r->rank == 1) {
+        SAYS(ncclInvalidArgument, "nRanks is 2", ncclCommGrow(comm, 2, NULL, -1, &all, NULL));
+        while (!has_been_told) pause_ms(1);
+    } else {
+        OK(ncclCommGetUniqueId(comm, &id));
+        SAYS(ncclRemoteError, "rank 1 has refused a call", ncclCommGrow(comm, 3, &id, -1, &all, NULL));
+        has_been_told = 1;
+    }
+    CHECK(all == NULL && now() - start < 100);
+    OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL));
+    CHECK(y == 2);
+    OK(ncclCommDestroy(comm));
+}
+
+static void refused_window_main(struct rank* r) {
+    ncclComm_t comm = join(r);
+    ncclWindow_t window;
+    void* memory;
+    double start = now();
+    OK(ncclMemAlloc(&memory, 4096));
+    if (r->rank == 1) {
+        ncclResult_t state;
+        SAYS(ncclInvalidArgument, "unknown flags", ncclCommWindowRegister(comm, memory, 4096, &window, 1 << 20));
+        do {
+            pause_ms(5);
+            OK(ncclCommGetAsyncError(comm, &state));
+        } while (state == ncclSuccess && now() - start < 100);
+        CHECK(state == ncclRemoteError);
+    } else {
+        SAYS(ncclRemoteError, "rank 1 has refused a call", ncclCommWindowRegister(comm, memory, 4096, &window, 0));
+    }
+    CHECK(now() - start < 100);
+    OK(ncclCommAbort(comm));
+    OK(ncclMemFree(memory));
+}
+
 /* A call that is refused and then made as it should be is a call like any other. */
 static void refused_once_main(struct rank* r) {
     ncclComm_t comm = join(r);
@@ -1511,6 +1622,49 @@ static void split_again_main(struct rank* r) {
 }
 
 static void split_again(void) { in_threads(3, split_again_main); }
+
+/* Of ranks that will not come nobody waits for the deadline of 600 s. */
+static void split_killed_main(struct rank* r) {
+    ncclComm_t comm = join(r), part;
+    if (r->rank == 1) {
+        pause_ms(200);
+        kill(getpid(), SIGKILL);
+    }
+    double start = now();
+    SAYS(ncclRemoteError, "rank 1 died", ncclCommSplit(comm, 0, 0, &part, NULL));
+    CHECK(part == NULL && now() - start < 100);
+    OK(ncclCommAbort(comm));
+}
+
+static pthread_barrier_t all_have_split;
+static int leaves;
+
+static void split_gone_main(struct rank* r) {
+    ncclComm_t comm = join(r), part;
+    if (r->rank == 1) {
+        pause_ms(200);
+        if (leaves) OK(ncclCommDestroy(comm));
+        else OK(ncclCommAbort(comm));
+    } else {
+        int gone[] = {1};
+        double start = now();
+        SAYS(ncclRemoteError, "rank 1", ncclCommSplit(comm, 0, 0, &part, NULL));
+        CHECK(part == NULL && now() - start < 100);
+        /* Those that are left can still do without it. */
+        OK(ncclCommShrink(comm, gone, 1, &part, NULL, NCCL_SHRINK_DEFAULT));
+        float x = 1, y;
+        OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, part, NULL));
+        CHECK(y == 2);
+        OK(ncclCommDestroy(part));
+        OK(ncclCommDestroy(comm));
+    }
+    pthread_barrier_wait(&all_have_split);
+}
+
+static void split_gone(void) {
+    CHECK(pthread_barrier_init(&all_have_split, NULL, 3) == 0);
+    for (leaves = 0; leaves < 2; leaves++) in_threads(3, split_gone_main);
+}
 
 static ncclUniqueId grow_id;
 
@@ -1799,6 +1953,18 @@ static void simulate(void) {
         CHECK(data[0][0] == 42);
     }
     CHECK(times[0] == 0 && times[1] > 1 && times[1] < 1e5f && fabsf(times[2] - 2 * times[1]) < 1e-3f * times[2]);
+    /* Nobody looks at a factor before a call runs that multiplies by it: it may lie where only the device can look. */
+    void* nowhere = mmap(NULL, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    ncclSimInfo_t product = NCCL_SIM_INFO_INITIALIZER;
+    CHECK(nowhere != MAP_FAILED);
+    OK(ncclGroupStart());
+    for (int r = 0; r < N; r++) {
+        ncclRedOp_t op;
+        OK(ncclRedOpCreatePreMulSum(&op, nowhere, ncclFloat32, ncclScalarDevice, comms[r]));
+        OK(ncclAllReduce(data[r], data[r], 100000, ncclFloat32, op, comms[r], NULL));
+    }
+    OK(ncclGroupSimulateEnd(&product));
+    CHECK(product.estimatedTime > 1);
     /* Nothing is made in a group that is not run, and nobody is told that it was. */
     ncclComm_t parts[N];
     ncclSimInfo_t bad = NCCL_SIM_INFO_INITIALIZER;
@@ -1816,6 +1982,12 @@ static void simulate(void) {
     IS(ncclInvalidArgument, ncclGroupSimulateEnd(&bad));
     IS(ncclInvalidUsage, ncclGroupSimulateEnd(NULL));
     for (int r = 0; r < N; r++) OK(ncclCommDestroy(comms[r]));
+}
+
+static void* keys_of_a_thread(void* keys) {
+    int length;
+    OK(ncclParamGetAllParameterKeys((const char***)keys, &length));
+    return NULL;
 }
 
 static void parameters(void) {
@@ -1871,6 +2043,11 @@ static void parameters(void) {
     OK(ncclParamGetAllParameterKeys(&keys, &length));
     for (int i = 0; i < length; i++) found += !strcmp(keys[i], "NCCL_NTHREADS") + !strcmp(keys[i], "CROSSWEFT_DEVICE");
     CHECK(found == 2);
+    /* They stay when the thread that has asked for them is gone. */
+    const char** others;
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, keys_of_a_thread, &others) == 0 && pthread_join(thread, NULL) == 0);
+    CHECK(others == keys);
     ncclParamDumpAll();
 }
 
@@ -1923,7 +2100,7 @@ static void processes_moves(void) { in_processes(2, -1, moves_main); }
 static void alone(void) { in_threads(1, moves_main); }
 static void unaligned(void) { in_threads(2, unaligned_main); }
 static void config_calls(void) { in_threads(2, config_calls_main); }
-static void arguments(void) { in_threads(2, arguments_main); }
+static void arguments(void) { in_threads(2, arguments_main); in_threads(5, too_much_main); }
 static void ends_in_a_group(void) { in_threads(2, ends_in_a_group_main); }
 static void several(void) { in_threads(3, several_main); }
 static void aborted(void) { for (how_it_waits = 0; how_it_waits < 6; how_it_waits++) in_threads(2, abort_main); }
@@ -1931,6 +2108,9 @@ static void refused(void) { in_threads(2, refused_main); }
 static void refused_prepared(void) { was_prepared = 1; in_threads(2, refused_main); }
 static void refused_message(void) { in_threads(2, refused_message_main); }
 static void refused_signal(void) { is_signal = 1; in_threads(2, refused_message_main); }
+static void refused_split(void) { in_threads(2, refused_split_main); }
+static void refused_grow(void) { in_threads(2, refused_grow_main); }
+static void refused_window(void) { in_threads(2, refused_window_main); }
 static void refused_once(void) { in_threads(2, refused_once_main); }
 static void prepares(void) { in_threads(2, prepares_main); }
 static void window_or_not(void) { in_threads(2, window_or_not_main); }
@@ -1940,6 +2120,7 @@ static void mismatch(void) {
     pthread_barrier_init(&all_have_noticed, NULL, 3);
     in_threads(3, mismatch_main);
 }
+static void split_killed(void) { in_processes(3, 1, split_killed_main); }
 static void shrink(void) { in_threads(4, shrink_main); }
 static void shrink_processes(void) { in_processes(4, -1, shrink_main); }
 static void grow(void) { in_threads(4, grow_main); }
@@ -1980,6 +2161,7 @@ static const struct {
     CASE(versions_differ),
     CASE(init_all),
     CASE(init_in_a_group),
+    CASE(forked),
     CASE(init_all_fails),
     CASE(init_in_a_group_fails),
     CASE(ends_in_a_group),
@@ -2005,6 +2187,9 @@ static const struct {
     CASE(refused_prepared),
     CASE(refused_message),
     CASE(refused_signal),
+    CASE(refused_split),
+    CASE(refused_grow),
+    CASE(refused_window),
     CASE(refused_once),
     CASE(prepares),
     CASE(window_or_not),
@@ -2013,6 +2198,8 @@ static const struct {
     CASE(shrink),
     CASE(shrink_processes),
     CASE(split_again),
+    CASE(split_killed),
+    CASE(split_gone),
     CASE(grow),
     CASE(revoked),
     CASE(suspend),
