@@ -229,6 +229,15 @@ def test_room_of_ones_own() -> None:
         assert (out.tokens[:4] == 1).all() and (out.experts[:4] == 0).all() and (out.experts[4:] == -1).all()
         sums = np.empty_like(tokens)
         assert handle.combine(out.tokens, out=sums) is sums and (sums == 1).all()
+        # Or as much as is needed, of the format that was sent.
+        tokens = np.ones((4, 16), np.float32)
+        handle = group(communicator, experts=2, hidden=16).handle(np.int32([[0], [1], [0], [1]]), layout="flat")
+        handle.dispatch(tokens)
+        with pytest.raises(cw.CapacityError):
+            handle.dispatch(tokens, quantise="f32", out=handle.empty(3, like=tokens, scales="f32"))
+        received = handle.dispatch_complete()
+        assert received.tokens.shape == (4, 16) and received.tokens.dtype == np.uint8
+        assert received.scales is not None and received.scales.shape == (4, 1)
 
     in_threads(2, rank_main)
 
@@ -241,6 +250,8 @@ def test_errors_say_what_to_do() -> None:
         tokens, experts, weights = batch(0)
         with pytest.raises(cw.UsageError, match="expert"):
             passes.handle(experts + EXPERTS)
+        with pytest.raises(cw.TensorError, match="experts are of u8; they can be of i32 or i64"):
+            passes.handle(np.abs(experts).astype(np.uint8))
         with pytest.raises(cw.TensorError, match="weights has elements of f64"):
             passes.handle(experts, weights.astype(np.float64))
         # Not the bits of numbers.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import in_threads, torchrun
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import crossweft as cw
 from crossweft.compat import deep_ep
@@ -451,3 +452,43 @@ def test_installed_on_request_only() -> None:
 
 def test_process_groups() -> None:
     assert torchrun(2, HERE / "deep_ep_script.py").count("rank ok") == 2
+
+
+def test_passes_do_not_keep_what_was_sent() -> None:
+    """Their tables are kept for others; tokens and rows may be most of the memory there is."""
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        buffer = Buffer(communicator, low_latency_mode=True)
+        topk_idx, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+        x = torch.ones(2, 128, dtype=torch.bfloat16)
+        sent = StorageWeakRef(x.untyped_storage())
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(x, topk_idx, 2, 2, use_fp8=False, return_recv_hook=True)
+        del x
+        assert hook is not None and isinstance(rows, torch.Tensor)
+        hook()
+        assert sent.expired()
+        made = StorageWeakRef(rows.untyped_storage())
+        sums, _, hook = buffer.low_latency_combine(rows, topk_idx, weights, handle, return_recv_hook=True)
+        del rows
+        assert hook is not None
+        hook()
+        assert made.expired() and bool((sums == 1).all())
+
+    in_threads(2, rank_main)
+
+
+def test_hooks_are_called_before_calls_without() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        buffer = Buffer(communicator, low_latency_mode=True)
+        topk_idx, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+        x = torch.ones(2, 128, dtype=torch.bfloat16)
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(x, topk_idx, 2, 2, use_fp8=False, return_recv_hook=True)
+        assert hook is not None
+        with pytest.raises(cw.UsageError, match="a call is under way"):
+            buffer.low_latency_dispatch(2 * x, topk_idx, 2, 2, use_fp8=False)
+        hook()
+        # Nothing was sent.
+        sums, _, _ = buffer.low_latency_combine(rows, topk_idx, weights, handle)
+        assert torch.equal(sums, x)
+
+    in_threads(2, rank_main)

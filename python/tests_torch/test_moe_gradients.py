@@ -164,6 +164,28 @@ def test_each_is_the_others_transpose() -> None:
     torch.testing.assert_close(total[:, 0], total[:, 1], rtol=1e-5, atol=1e-5)
 
 
+def test_weights_of_choices_that_are_none_are_of_no_account() -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        exchange = Exchange(communicator, experts=2, max_tokens=2, hidden=8, top_k=3, dtype=torch.float32)
+        topk_idx = torch.tensor([[0, -1, 1], [1, 1, -1]])
+        weights = torch.tensor([[0.5, torch.nan, 0.25], [0.5, 0.125, torch.nan]], requires_grad=True)
+        tokens = torch.ones(2, 8)
+        layouts: list[moe.Layout] = ["flat", "rank_major", "expert_packed", "expert_major"]
+        for layout in layouts:
+            route = exchange.route(topk_idx, layout=layout)
+            rows = route.dispatch(tokens, weights)
+            assert rows.weights is not None
+            of_row = rows.weights.sum(-1) if layout in ("flat", "rank_major") else rows.weights
+            sums = route.combine(rows.tokens * of_row.unsqueeze(-1))
+            assert sums[:, 0].tolist() == [0.75, 0.625], layout
+            weights.grad = None
+            sums.sum().backward()
+            assert weights.grad is not None
+            assert weights.grad.tolist() == [[8, 0, 8], [8, 8, 0]], layout
+
+    in_threads(2, rank_main)
+
+
 def test_errors() -> None:
     def rank_main(communicator: cw.Communicator) -> None:
         exchange = Exchange(communicator, experts=2, max_tokens=4, hidden=8, top_k=1)

@@ -181,7 +181,7 @@ fn quantises<E: GpuElement + Element<Acc = f32>>(dtype: DataType) {
         for how in [Quantise::F32, Quantise::PowersOfTwo, Quantise::Exponents] {
             let mut from = Guarded::holding(&elements(dtype, count as usize, &mut random), 0);
             let scale_bytes = match how {
-                Quantise::Exponents => groups,
+                Quantise::Exponents => groups + 3,
                 _ => 4 * groups,
             };
             let room = || {

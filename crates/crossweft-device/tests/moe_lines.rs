@@ -22,7 +22,9 @@ use crossweft_device::gpu::{GpuContext, WARP};
 use crossweft_device::moe::combine::{self, Weighting};
 use crossweft_device::moe::dispatch::{Choices, Input, Output, Quantise};
 use crossweft_device::moe::rows::{HostRows, Rows};
-use crossweft_device::moe::{Call, GROUP, Geometry, Group, Placement, Routes, STATE_LINES, Sizes};
+use crossweft_device::moe::{
+    Call, GROUP, Geometry, Group, Placement, Routes, STATE_LINES, Sizes, clear,
+};
 use crossweft_device::reduce::Isa;
 use crossweft_device::{Block, DataType, Raw, Stopped, Waiting};
 
@@ -183,6 +185,10 @@ struct Case {
     staged: bool,
     /// Whether tokens are quantised, which only go there then.
     quantise: Quantise,
+    /// Whether it is as if a launch behind each dispatch was stopped.
+    is_cleared: bool,
+    /// A rank that the others leave out, and that does nothing.
+    masked: Option<u32>,
 }
 
 impl Case {
@@ -202,7 +208,8 @@ impl Case {
         let groups = self.hidden.div_ceil(GROUP);
         match self.quantise {
             Quantise::No => (2 * self.hidden, 0),
-            Quantise::Exponents => (self.hidden, groups),
+            // Whole words, as the host has them.
+            Quantise::Exponents => (self.hidden, groups.next_multiple_of(4)),
             _ => (self.hidden, 4 * groups),
         }
     }
@@ -432,6 +439,13 @@ fn passes(case: Case, tokens: &[&[u32]]) {
     let geometry = case.geometry();
     let mut random = Random(u64::from(case.experts) + case.hidden);
     let mut ranks = ranks(&case);
+    let is_out = |rank: u32| case.masked == Some(rank);
+    if let Some(other) = case.masked {
+        for rank in &ranks {
+            // SAFETY: there is a word for each rank.
+            unsafe { ((rank.group.masked + 8 * u64::from(other)) as *mut u64).write(1) };
+        }
+    }
     let (k, hidden) = (case.top_k as usize, case.hidden as usize);
     let row = 2 * hidden;
     for counts in tokens {
@@ -479,6 +493,7 @@ fn passes(case: Case, tokens: &[&[u32]]) {
                 rank.routes.tokens = count;
                 rank.experts.0.fill(0x7777_7777_7777_7777);
                 rank.received.0.fill(0x7777_7777_7777_7777);
+                rank.scales.0.fill(0x7777_7777_7777_7777);
                 DispatchLaunch {
                     group: rank.group,
                     routes: rank.routes,
@@ -521,6 +536,7 @@ fn passes(case: Case, tokens: &[&[u32]]) {
         let with = |steps: u32| -> Vec<DispatchLaunch> {
             launches
                 .iter()
+                .filter(|launch| !is_out(launch.group.rank))
                 .map(|launch| DispatchLaunch { steps, ..*launch })
                 .collect()
         };
@@ -532,14 +548,15 @@ fn passes(case: Case, tokens: &[&[u32]]) {
             false => dispatch(&with(steps::SEND | steps::COUNT | steps::RECEIVE)),
         }
         // Rows as they must lie, by source and token; of each expert, so many.
-        for (me, rank) in (0..).zip(&mut ranks) {
+        for (me, rank) in (0..).zip(&mut ranks).filter(|(me, _)| !is_out(*me)) {
             let own = geometry.first_expert(me)..geometry.first_expert(me + 1);
             let is_here = |e: i32| e >= 0 && own.contains(&(e as u32));
             let mut of_expert = vec![0_u64; own.len()];
             let mut flat = 0;
             for (source, count) in (0_u32..).zip(*counts) {
                 let mut slot = 0;
-                for token in 0..*count as usize {
+                let count = if is_out(source) { 0 } else { *count };
+                for token in 0..count as usize {
                     let chosen = &choices[source as usize][token * k..][..k];
                     if !chosen.iter().any(|&e| is_here(e)) {
                         continue;
@@ -591,6 +608,12 @@ fn passes(case: Case, tokens: &[&[u32]]) {
                 );
             }
         }
+        if case.is_cleared {
+            for rank in &ranks {
+                // SAFETY: no launch is under way.
+                unsafe { clear(&Raw, &rank.group) };
+            }
+        }
         if case.quantise != Quantise::No {
             continue;
         }
@@ -620,6 +643,7 @@ fn passes(case: Case, tokens: &[&[u32]]) {
         let with = |steps: u32| -> Vec<CombineLaunch> {
             launches
                 .iter()
+                .filter(|launch| !is_out(launch.group.rank))
                 .map(|launch| CombineLaunch { steps, ..*launch })
                 .collect()
         };
@@ -631,6 +655,10 @@ fn passes(case: Case, tokens: &[&[u32]]) {
             false => combine(&with(steps::SEND | steps::RECEIVE)),
         }
         for (me, rank) in ranks.iter_mut().enumerate() {
+            if is_out(me as u32) {
+                continue;
+            }
+            let is_in = |e: i32| e >= 0 && !is_out(geometry.rank_of(e as u32));
             let sums = rank.sums.bytes_mut(counts[me] as usize * row).to_vec();
             for token in 0..counts[me] as usize {
                 let chosen = &choices[me][token * k..][..k];
@@ -642,13 +670,13 @@ fn passes(case: Case, tokens: &[&[u32]]) {
                     };
                     let factor: f32 = match case.placement {
                         Placement::ExpertMajor => {
-                            let there = chosen.iter().zip(weights).filter(|(e, _)| **e >= 0);
+                            let there = chosen.iter().zip(weights).filter(|(e, _)| is_in(**e));
                             there.map(|(_, weight)| weight).sum()
                         }
                         _ => {
                             let mut to: Vec<u32> = chosen
                                 .iter()
-                                .filter(|&&e| e >= 0)
+                                .filter(|&&e| is_in(e))
                                 .map(|&e| geometry.rank_of(e as u32))
                                 .collect();
                             to.sort_unstable();
@@ -666,7 +694,7 @@ fn passes(case: Case, tokens: &[&[u32]]) {
             }
         }
     }
-    for rank in &mut ranks {
+    for rank in ranks.iter_mut().filter(|rank| !is_out(rank.group.rank)) {
         let calls = match case.quantise {
             Quantise::No => 2 * tokens.len() as u64,
             _ => tokens.len() as u64,
@@ -687,6 +715,8 @@ const CASE: Case = Case {
     placement: Placement::RankMajor,
     staged: false,
     quantise: Quantise::No,
+    is_cleared: false,
+    masked: None,
 };
 
 #[test]
@@ -718,6 +748,47 @@ fn in_halves_and_flat() {
 }
 
 #[test]
+fn calls_go_on_after_a_launch_that_was_stopped() {
+    for staged in [false, true] {
+        let case = Case {
+            staged,
+            hidden: 8,
+            is_cleared: true,
+            ..CASE
+        };
+        passes(case, &[&[9, 4], &[3, 0], &[5, 9]]);
+    }
+    let case = Case {
+        max_tokens: 300,
+        hidden: 8,
+        is_cleared: true,
+        ..CASE
+    };
+    passes(case, &[&[300, 270], &[299, 300]]);
+}
+
+#[test]
+fn a_rank_is_left_out() {
+    for (placement, max_tokens, staged) in [
+        (Placement::ExpertMajor, 9, false),
+        (Placement::Flat, 9, true),
+        (Placement::RankMajor, 300, false),
+    ] {
+        let case = Case {
+            ranks: 3,
+            max_tokens,
+            hidden: 8,
+            placement,
+            staged,
+            masked: Some(1),
+            ..CASE
+        };
+        let most = max_tokens;
+        passes(case, &[&[most, 4, most - 1], &[3, 0, 0], &[5, 9, most]]);
+    }
+}
+
+#[test]
 fn many_tokens_are_sent_and_laid_out_at_the_same_time() {
     let case = Case {
         placement: Placement::Flat,
@@ -734,6 +805,10 @@ fn tokens_are_quantised_on_the_way() {
     for (quantise, placement, hidden) in [
         (Quantise::F32, Placement::RankMajor, 2048),
         (Quantise::Exponents, Placement::ExpertMajor, 144),
+        // In two segments of 14 groups at most: 15 groups, 22 and 28, and zeros behind them up to a word.
+        (Quantise::Exponents, Placement::RankMajor, 1904),
+        (Quantise::Exponents, Placement::Flat, 2752),
+        (Quantise::Exponents, Placement::ExpertMajor, 3584),
         (Quantise::PowersOfTwo, Placement::Flat, 1808),
     ] {
         let case = Case {

@@ -315,13 +315,14 @@ impl Group {
         parts.into_iter().filter(|&part| part != 0)
     }
 
-    /// Launches some steps of call `number`, and with [`masking`](crate::GroupOptions::masking) waits for their end and
-    /// launches them again as long as ranks are missing that are to be left out.
+    /// Launches some steps of call `number`, which send or do not, and with
+    /// [`masking`](crate::GroupOptions::masking) waits for their end and launches them again as long as ranks are missing
+    /// that are to be left out.
     fn run(
         &self,
         stream: &Stream,
         desk: &mut Desk,
-        number: u64,
+        (number, sends): (u64, bool),
         launch: impl Fn(GpuContext) -> Result<(), CudaError>,
     ) -> Result<(), MoeError> {
         let guard = &self.launcher()?.guard;
@@ -358,7 +359,8 @@ impl Group {
                 return Err(self.fail(desk, &interrupted, &watch));
             }
             guard.reset();
-            self.tables().clear_on_device().map_err(HalError::from)?;
+            let cleared = self.tables().clear_on_device(sends.then_some(number));
+            cleared.map_err(HalError::from)?;
         }
     }
 
@@ -405,20 +407,17 @@ impl Handle {
         tokens: DeviceTokens,
         output: &DeviceOutput,
     ) -> Result<(), MoeError> {
-        let (choices, input, output) = (
-            self.take(routing)?,
-            self.input(tokens)?,
-            self.output(tokens.format(), output)?,
-        );
         let format = tokens.format();
-        let what = Dispatch {
-            choices,
-            input,
-            output,
-        };
-        let all = steps::ROUTE | steps::SEND | steps::COUNT | steps::RECEIVE;
-        // SAFETY: the caller's promise.
-        unsafe { self.launch_dispatch(stream, &what, format, all) }
+        self.taking(routing, |this, choices| {
+            let what = Dispatch {
+                choices,
+                input: this.input(tokens)?,
+                output: this.output(format, output)?,
+            };
+            let all = steps::ROUTE | steps::SEND | steps::COUNT | steps::RECEIVE;
+            // SAFETY: the caller's promise.
+            unsafe { this.launch_dispatch(stream, &what, format, all) }
+        })
     }
 
     /// The next dispatch is of another routing; until then there is nothing to combine.
@@ -446,14 +445,16 @@ impl Handle {
         routing: &DeviceRouting,
         tokens: DeviceTokens,
     ) -> Result<(), MoeError> {
-        let what = Dispatch {
-            choices: self.take(routing)?,
-            input: self.input(tokens)?,
-            output: dispatch::Output::default(),
-        };
-        let all = steps::ROUTE | steps::SEND;
-        // SAFETY: the caller's promise.
-        unsafe { self.launch_dispatch(stream, &what, tokens.format(), all) }
+        self.taking(routing, |this, choices| {
+            let what = Dispatch {
+                choices,
+                input: this.input(tokens)?,
+                output: dispatch::Output::default(),
+            };
+            let all = steps::ROUTE | steps::SEND;
+            // SAFETY: the caller's promise.
+            unsafe { this.launch_dispatch(stream, &what, tokens.format(), all) }
+        })
     }
 
     /// Waits until it is known how many rows the dispatch that was sent will bring. Blocks until `stream` has come to
@@ -599,8 +600,13 @@ impl Handle {
         }
     }
 
-    /// The pass is one of so many tokens from now on.
-    fn take(&mut self, routing: &DeviceRouting) -> Result<Choices, MoeError> {
+    /// Makes a call of a pass of so many tokens, as which it is combined then; after an error it is one of as many as
+    /// before.
+    fn taking(
+        &mut self,
+        routing: &DeviceRouting,
+        call: impl FnOnce(&mut Self, Choices) -> Result<(), MoeError>,
+    ) -> Result<(), MoeError> {
         self.can_dispatch()?;
         let &DeviceRouting {
             experts,
@@ -610,15 +616,22 @@ impl Handle {
             top_k,
         } = routing;
         let group = Arc::clone(&self.group);
-        let size = (tokens, top_k);
-        let taken = self.pass.resize(group.tables().geometry(), size);
+        let geometry = group.tables().geometry();
+        let before = (self.pass.tokens(), self.pass.top_k());
+        let taken = self.pass.resize(geometry, (tokens, top_k));
         taken.map_err(|reason| group.usage(reason))?;
-        Ok(Choices {
+        let choices = Choices {
             experts,
             weights,
             wide: wide.into(),
             reserved: 0,
-        })
+        };
+        let done = call(self, choices);
+        if done.is_err() {
+            // That fitted before.
+            let _ = self.pass.resize(geometry, before);
+        }
+        done
     }
 
     /// What a launch sends that sends nothing.
@@ -677,19 +690,24 @@ impl Handle {
             sources,
         } = output;
         let shape = self.output_shape(format)?;
-        let needed = match (self.counts(), self.state) {
-            (Ok(counts), State::DispatchSent { .. }) => counts.rows(),
-            _ if bounded => 0,
-            (Ok(counts), _) => counts.rows(),
-            (Err(_), _) => shape.rows,
-        };
-        if rows < needed {
-            let rank = self.group.rank();
-            return Err(MoeError::Capacity {
-                rank,
-                rows: needed,
-                room: rows,
-            });
+        match (self.counts(), self.state) {
+            (Ok(counts), State::DispatchSent { .. }) if rows < counts.rows() => {
+                return Err(MoeError::Capacity {
+                    rank: self.group.rank(),
+                    rows: counts.rows(),
+                    room: rows,
+                });
+            }
+            (Ok(_), State::DispatchSent { .. }) => {}
+            // Nobody knows yet how many come, whatever came before.
+            _ if rows < shape.rows && !bounded => {
+                let most = shape.rows;
+                return Err(self.group.usage(format!(
+                    "the output has room for {rows} rows; up to {most} can come: give room for these, wait for counts \
+                     before, or say that no more come (bounded)"
+                )));
+            }
+            _ => {}
         }
         let wrong = match (scales, shape.scale_row_bytes) {
             (0, 1..) => Some("no room for the scales of quantised tokens"),
@@ -764,7 +782,7 @@ impl Handle {
                 self.next_to_complete(&desk, number)?;
                 number
             }
-            _ => self.next_to_send(&desk)?,
+            _ => self.next_to_send(&desk, steps & steps::RECEIVE != 0)?,
         };
         let launch = DispatchLaunch {
             group: *group.tables().program(),
@@ -778,7 +796,8 @@ impl Handle {
         };
         desk.signature = what.input.call.signature;
         for steps in group.together(steps) {
-            group.run(stream, &mut desk, number, |context| {
+            let call = (number, steps & steps::SEND != 0);
+            group.run(stream, &mut desk, call, |context| {
                 let launch = DispatchLaunch {
                     context,
                     steps,
@@ -823,7 +842,7 @@ impl Handle {
                 self.next_to_complete(&desk, number)?;
                 number
             }
-            _ => self.next_to_send(&desk)?,
+            _ => self.next_to_send(&desk, steps & steps::RECEIVE != 0)?,
         };
         let weights = match gives_weights {
             true => steps::WEIGHTS,
@@ -840,7 +859,8 @@ impl Handle {
         };
         desk.signature = input.call.signature;
         for steps in group.together(steps | weights) {
-            group.run(stream, &mut desk, number, |context| {
+            let call = (number, steps & steps::SEND != 0);
+            group.run(stream, &mut desk, call, |context| {
                 let launch = CombineLaunch {
                     context,
                     steps,

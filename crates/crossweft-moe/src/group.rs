@@ -51,7 +51,8 @@ pub struct GroupOptions {
     /// The longest a call may take, waits for peers included.
     pub timeout: Duration,
     /// Whether a rank that is gone, or late by the timeout, is left out from then on, its tokens and experts missing,
-    /// instead of failing the call: see [`Group::masked`]. On a GPU each call then waits for its launches, so it cannot be
+    /// instead of failing the call: see [`Group::masked`]. The others, who may have waited for the same rank, have the
+    /// timeout once more then. On a GPU each call then waits for its launches, so it cannot be
     /// recorded into a graph.
     pub masking: bool,
     /// Whether rows travel as lines, data and flags in one, between GPUs that keep those whole
@@ -124,7 +125,7 @@ impl GroupOptions {
 
 /// The memory and streams of all ranks for dispatches and combines of one shape. Calls of a group are made one
 /// after the other, in the same order on every rank, whatever handles they are of. At most two may be sent and
-/// not yet completed.
+/// not yet completed, and none when a call is made that is not in two halves.
 #[derive(Debug)]
 pub struct Group {
     endpoint: Arc<Endpoint>,
@@ -317,7 +318,8 @@ impl Group {
     }
 
     /// Leaves a rank out from the next call on, or takes it in again. One that is taken in must have made all calls
-    /// meanwhile, leaving this rank out.
+    /// meanwhile, leaving this rank out. On a GPU all launches must have [come to their end](Self::wait) before, which
+    /// nobody checks.
     ///
     /// # Errors
     /// [`MoeError::Usage`] if there is no such rank or it is this one, or calls of this rank are under way.
@@ -464,9 +466,14 @@ impl Group {
             return false;
         }
         let own = self.rank();
+        let site = &interrupted.waiting.site;
         let mut missing = self.missing(interrupted, number);
+        let is_missing = missing.contains(&site.peer);
         // What was waited for may have come at the last moment.
-        let has_come = !missing.contains(&interrupted.waiting.site.peer);
+        let has_come = !is_missing && watch.may_wait_again(site);
+        if !is_missing && !has_come {
+            missing.push(site.peer);
+        }
         missing.retain(|&rank| rank != own && watch.leaves_out(rank));
         for &rank in &missing {
             tracing::warn!(
@@ -475,6 +482,9 @@ impl Group {
             );
             // The host's memory, where nothing can fail.
             let _ = self.tables.set_masked(rank, true);
+        }
+        if !missing.is_empty() {
+            watch.begin_anew();
         }
         has_come || !missing.is_empty()
     }
@@ -505,11 +515,17 @@ impl Group {
                 ours,
             };
         }
+        let mut peers = self.missing(interrupted, number);
+        let peer = waiting.site.peer;
+        // It has come since, or was said to have.
+        if peers.is_empty() && peer != rank {
+            peers.push(peer);
+        }
         MoeError::Interrupted {
             rank,
             call: ours,
             waited_for: waited_for(phase_of(interrupted)),
-            peers: self.missing(interrupted, number),
+            peers,
             cause: Box::new(watch.cause(stopped, &waiting)),
         }
     }
@@ -587,6 +603,71 @@ mod tests {
         fn goes<T: Send + Sync>() {}
         goes::<Group>();
         goes::<Handle>();
+    }
+
+    #[test]
+    fn a_rank_that_is_late_is_left_out_though_it_has_said_that_all_was_sent() {
+        use crossweft_device::{Site, WaitKind, Waiting};
+        use crossweft_net::{Group as Job, JoinOptions, Rendezvous, RendezvousOptions};
+
+        let soon = || Instant::now() + Duration::from_secs(120);
+        let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
+        let id = rendezvous.unique_id();
+        let rank_main = |rank: u32| {
+            let job = Job::join(&id, rank, 2, &JoinOptions::default()).unwrap();
+            let endpoint = Endpoint::new(Arc::new(job), soon()).unwrap();
+            let mut options = GroupOptions::new(2, 1, 8, 1);
+            options.masking = true;
+            options.timeout = Duration::from_secs(60);
+            let group = Group::new(&endpoint, options, soon()).unwrap();
+            let routing = Routing {
+                experts: crate::Experts::I32(&[]),
+                top_k: 1,
+                weights: None,
+            };
+            let mut handle = group.handle(&routing, Layout::Flat).unwrap();
+            let output = crate::DispatchOutput::new(&mut []);
+            handle.dispatch(crate::Tokens::Plain(&[]), output).unwrap();
+            // Rank 1 has said that its rows of call 0 were sent. They are waited for all the same, and too long.
+            let interrupted = Interrupted {
+                stopped: Stopped::Deadline,
+                waiting: Waiting {
+                    site: Site {
+                        kind: WaitKind::Message,
+                        peer: 1 - rank,
+                        channel: Phase::Rows as u32,
+                        op: Site::NO_OP,
+                    },
+                    ..Waiting::default()
+                },
+                block: 0,
+            };
+            let watch = Watch::new(&endpoint, Duration::ZERO, true);
+            watch.begin_anew();
+            std::thread::sleep(Duration::from_millis(1));
+            assert!(group.tables.has_done(Phase::Rows, 0, 1 - rank));
+            let call = (0, dispatch_call(Format::Plain, 1));
+            let error = group.explain(&interrupted, call, &watch);
+            let MoeError::Interrupted { peers, .. } = error else {
+                panic!("{error}");
+            };
+            assert_eq!(peers, [1 - rank]);
+            assert!(group.leave_out(&interrupted, 0, &watch));
+            assert_eq!(
+                group.masked(),
+                [false; 2],
+                "it may have come at the last moment"
+            );
+            assert!(group.leave_out(&interrupted, 0, &watch));
+            assert!(group.tables.is_masked(1 - rank));
+            endpoint.group().barrier(soon()).unwrap();
+        };
+        std::thread::scope(|scope| {
+            let rank_main = &rank_main;
+            for rank in 0..2 {
+                scope.spawn(move || rank_main(rank));
+            }
+        });
     }
 
     #[test]

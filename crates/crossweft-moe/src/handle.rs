@@ -302,7 +302,7 @@ impl Handle {
         let receiving = self.receiving(tokens.format(), output)?;
         let group = Arc::clone(&self.group);
         let watch = group.watch();
-        self.send_tokens(tokens, &watch)?;
+        self.send_tokens(tokens, true, &watch)?;
         self.receive_tokens(&receiving, &watch)
     }
 
@@ -313,7 +313,7 @@ impl Handle {
     /// [`MoeError`].
     pub fn dispatch_send(&mut self, tokens: Tokens<'_>) -> Result<(), MoeError> {
         let group = Arc::clone(&self.group);
-        self.send_tokens(tokens, &group.watch())
+        self.send_tokens(tokens, false, &group.watch())
     }
 
     /// Waits until it is known how many rows the dispatch that was sent will bring, so that exactly as much room can
@@ -359,7 +359,7 @@ impl Handle {
         let summed = self.summed(gives_weights, output)?;
         let group = Arc::clone(&self.group);
         let watch = group.watch();
-        self.send_sums(rows, weights, &watch)?;
+        self.send_sums((rows, weights), true, &watch)?;
         self.receive_sums(&summed, &watch)
     }
 
@@ -371,7 +371,7 @@ impl Handle {
     /// [`MoeError`].
     pub fn combine_send(&mut self, rows: &[u8], weights: Weights<'_>) -> Result<(), MoeError> {
         let group = Arc::clone(&self.group);
-        self.send_sums(rows, weights, &group.watch())
+        self.send_sums((rows, weights), false, &group.watch())
     }
 
     /// Brings what the combine that was sent brings. Blocks.
@@ -426,12 +426,17 @@ impl Handle {
         }
     }
 
-    /// The number of a call that is to be sent.
-    pub(crate) fn next_to_send(&self, desk: &Desk) -> Result<u64, MoeError> {
-        if desk.sent - desk.completed >= 2 {
-            return Err(self.out_of_order("two calls are under way; complete one before the next"));
+    /// The number of a call that is to be sent, and completed as well if `both`: then no other may be under way, which
+    /// would have to be completed before.
+    pub(crate) fn next_to_send(&self, desk: &Desk, both: bool) -> Result<u64, MoeError> {
+        match desk.sent - desk.completed {
+            0 => Ok(desk.sent),
+            1 if !both => Ok(desk.sent),
+            1 => Err(self.out_of_order(
+                "a call is under way; complete it before a call that is not in two halves",
+            )),
+            _ => Err(self.out_of_order("two calls are under way; complete one before the next")),
         }
-        Ok(desk.sent)
     }
 
     pub(crate) fn next_to_complete(&self, desk: &Desk, number: u64) -> Result<(), MoeError> {
@@ -462,7 +467,12 @@ impl Handle {
         summed.map_err(|reason| self.group.usage(reason))
     }
 
-    fn send_tokens(&mut self, tokens: Tokens<'_>, watch: &Watch<'_>) -> Result<(), MoeError> {
+    fn send_tokens(
+        &mut self,
+        tokens: Tokens<'_>,
+        both: bool,
+        watch: &Watch<'_>,
+    ) -> Result<(), MoeError> {
         self.can_dispatch()?;
         let format = tokens.format();
         let call = dispatch_call(format, self.pass.top_k());
@@ -470,7 +480,7 @@ impl Handle {
         let sending = sending.map_err(|reason| self.group.usage(reason))?;
         let group = Arc::clone(&self.group);
         let mut desk = group.desk()?;
-        let number = self.next_to_send(&desk)?;
+        let number = self.next_to_send(&desk, both)?;
         let step = Step::SendTokens(&sending);
         group.launch(&mut desk, &mut self.pass, step, (number, call), watch)?;
         desk.sent += 1;
@@ -554,8 +564,8 @@ impl Handle {
 
     fn send_sums(
         &mut self,
-        rows: &[u8],
-        weights: Weights<'_>,
+        (rows, weights): (&[u8], Weights<'_>),
+        both: bool,
         watch: &Watch<'_>,
     ) -> Result<(), MoeError> {
         self.can_combine()?;
@@ -566,7 +576,7 @@ impl Handle {
         let summing = summing.map_err(|reason| self.group.usage(reason))?;
         let group = Arc::clone(&self.group);
         let mut desk = group.desk()?;
-        let number = self.next_to_send(&desk)?;
+        let number = self.next_to_send(&desk, both)?;
         if summing.gives_weights() {
             let step = Step::SendWeights(&summing);
             group.launch(&mut desk, &mut self.pass, step, (number, call), watch)?;

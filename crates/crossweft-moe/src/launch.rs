@@ -13,7 +13,8 @@ use crossweft_device::moe::combine::{self, Weighting};
 use crossweft_device::moe::dispatch::{self, Quantise};
 use crossweft_device::moe::rows::HostRows;
 use crossweft_device::moe::{
-    Call, Geometry, Group as Program, NONE, Phase, Routes, STATE_LINES, announced, clear, has_done,
+    Call, Geometry, Group as Program, NONE, Phase, Routes, SENT, STATE_LINES, announced, clear,
+    has_done,
 };
 use crossweft_device::{Memory as _, Raw, Stopped};
 use crossweft_hal::Device;
@@ -190,8 +191,9 @@ impl GroupTables {
         unsafe { self.home.load(self.program.state + offset) }.unwrap_or_default()
     }
 
-    /// Forgets what a launch on a device that was stopped has left; none may be under way.
-    pub(crate) fn clear_on_device(&self) -> Result<(), CudaError> {
+    /// Forgets what a launch on a device that was stopped has left; none may be under way. One that was to send a call is
+    /// to send that call again, though its last thread block may have counted it, while another was stopped.
+    pub(crate) fn clear_on_device(&self, sends: Option<u64>) -> Result<(), CudaError> {
         let Device::Cuda(context) = &self.home.0 else {
             return Ok(());
         };
@@ -204,6 +206,9 @@ impl GroupTables {
             .chunks_exact(8)
             .map(|word| u64::from_ne_bytes(word.try_into().unwrap_or_default()))
             .collect();
+        if let (Some(sent), Some(word)) = (sends, words.get_mut(SENT as usize / 8)) {
+            *word = sent;
+        }
         let here = words.as_mut_ptr() as u64;
         let moved = |address: u64| here + (address - state);
         let copy = Program {
@@ -479,13 +484,11 @@ fn address(slice: &[u8]) -> u64 {
     slice.as_ptr().expose_provenance() as u64
 }
 
-/// `name` must have `expected` things.
+/// There must be `expected` of what `name` says.
 fn expect(name: &str, found: usize, expected: u64) -> Result<(), String> {
     match found as u64 == expected {
         true => Ok(()),
-        false => Err(format!(
-            "{name} has {found} elements; it must have {expected}"
-        )),
+        false => Err(format!("{found} {name}; there must be {expected}")),
     }
 }
 
@@ -533,9 +536,9 @@ impl<'a> Sending<'a> {
             _ => Format::Plain.token_bytes(hidden, dtype),
         };
         let scale_bytes = format.scale_bytes(hidden);
-        expect("the memory of tokens", elements.len(), count * token_bytes)?;
+        expect("bytes of tokens", elements.len(), count * token_bytes)?;
         if let Some(scales) = scales {
-            expect("the memory of scales", scales.len(), count * scale_bytes)?;
+            expect("bytes of scales", scales.len(), count * scale_bytes)?;
         }
         let input = dispatch::Input {
             tokens: address(elements),
@@ -671,7 +674,7 @@ impl<'a> Summing<'a> {
             Weights::Dispatched => (Weighting::Dispatched, 0),
             Weights::Given(weights) => {
                 let count = u64::from(pass.tokens()) * u64::from(pass.top_k());
-                expect("the weights", weights.len(), count)?;
+                expect("weights", weights.len(), count)?;
                 let address = weights.as_ptr().expose_provenance() as u64;
                 (Weighting::Given, address)
             }
@@ -707,7 +710,7 @@ impl<'a> Summed<'a> {
     ) -> Result<Self, String> {
         let payload_bytes = Format::Plain.token_bytes(hidden, dtype);
         let expected = u64::from(pass.tokens()) * payload_bytes;
-        expect("the memory of combined tokens", output.len(), expected)?;
+        expect("bytes of combined tokens", output.len(), expected)?;
         let input = combine::Input {
             hidden: hidden.into(),
             payload_bytes,

@@ -54,8 +54,8 @@ impl Layout {
 pub enum ScaleType {
     /// f32.
     F32,
-    /// The exponent of a power of two, plus 127, in a byte; a token's bytes are padded to a multiple of four, so that
-    /// they are `i32` of four scales each, the first in the lowest bits.
+    /// The exponent of a power of two, plus 127, in a byte; a token's bytes are padded to a multiple of four, with zeros
+    /// where it is quantised on the way, so that they are `i32` of four scales each, the first in the lowest bits.
     Ue8m0,
 }
 

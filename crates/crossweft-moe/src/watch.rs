@@ -1,11 +1,11 @@
 //! What ends the waits of a call, and whether they are ended for good.
 
-use std::collections::BTreeMap;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossweft_channel::{Endpoint, Guard, StopCause};
-use crossweft_device::{Stopped, Waiting};
+use crossweft_device::{Site, Stopped, Waiting};
 use crossweft_hal::cpu::Supervisor;
 use crossweft_net::{Failure, PeerState};
 
@@ -14,7 +14,7 @@ const LEFT_GRACE: Duration = Duration::from_secs(1);
 /// How long to wait before looking who is there.
 const LOOK_GRACE: Duration = Duration::from_millis(1);
 
-/// Supervises the launches of one call, which have one deadline together.
+/// Supervises the launches of one call, which have one deadline together; another one whenever ranks were left out.
 #[derive(Debug)]
 pub(crate) struct Watch<'a> {
     endpoint: &'a Endpoint,
@@ -22,9 +22,16 @@ pub(crate) struct Watch<'a> {
     limit: Duration,
     /// Whether ranks that are gone or late may be left out.
     masking: bool,
-    started: OnceLock<Instant>,
+    /// When its time began.
+    started: Mutex<Option<Instant>>,
     /// When this call first waited for ranks that have left.
     left: Mutex<BTreeMap<u32, Instant>>,
+    /// Waits, by what for and for whom, that were ended and made again because that seemed to have come.
+    again: Mutex<BTreeSet<(u32, u32)>>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<'a> Watch<'a> {
@@ -34,14 +41,30 @@ impl<'a> Watch<'a> {
             guard: Guard::new(endpoint, limit),
             limit,
             masking,
-            started: OnceLock::new(),
+            started: Mutex::default(),
             left: Mutex::default(),
+            again: Mutex::default(),
         }
     }
 
-    /// How long the call has taken, from when this was first asked.
+    /// How long the call has taken, from when this was first asked, or its time began [anew](Self::begin_anew).
     pub(crate) fn waited(&self) -> Duration {
-        self.started.get_or_init(Instant::now).elapsed()
+        locked(&self.started)
+            .get_or_insert_with(Instant::now)
+            .elapsed()
+    }
+
+    /// Some ranks are left out: the others, who may have waited for the same ones and that long, have all of the time
+    /// again, or they would be left out with them.
+    pub(crate) fn begin_anew(&self) {
+        *locked(&self.started) = Some(Instant::now());
+    }
+
+    /// Whether a wait that was ended may be made once more, because what it was for has come: a second time it has not,
+    /// whatever was said. (Between GPUs that keep lines a rank says that its rows have been sent when its last thread
+    /// block has begun, and may be gone before all rows are.)
+    pub(crate) fn may_wait_again(&self, site: &Site) -> bool {
+        locked(&self.again).insert((site.channel, site.peer))
     }
 
     /// Whether a rank has gone for good, and what it sent before must have come.
@@ -49,7 +72,7 @@ impl<'a> Watch<'a> {
         match self.endpoint.group().liveness().peer(rank) {
             PeerState::Dead => true,
             PeerState::Left => {
-                let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut left = locked(&self.left);
                 left.entry(rank).or_insert_with(Instant::now).elapsed() > LEFT_GRACE
             }
             _ => false,

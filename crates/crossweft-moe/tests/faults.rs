@@ -148,7 +148,7 @@ fn bad_arguments_are_refused_and_change_nothing() {
         let mut received = room(&handle, &tokens);
         refused(
             handle.dispatch(Tokens::Plain(&[0; 5]), DispatchOutput::new(&mut received)),
-            "memory of tokens",
+            "5 bytes of tokens",
         );
         let scales = DispatchOutput {
             scales: Some(&mut []),
@@ -188,7 +188,7 @@ fn bad_arguments_are_refused_and_change_nothing() {
         let given = vec![0.0; batch.weights.len() + 1];
         refused(
             handle.combine(&received, Weights::Given(&given), &mut combined),
-            "the weights",
+            "weights; there must be",
         );
         combine(&mut handle, &case, &received, 0).unwrap();
     });
@@ -347,6 +347,36 @@ fn with_masking_a_rank_that_never_calls_is_left_out_at_the_deadline() {
 }
 
 #[test]
+fn with_masking_ranks_that_wait_for_the_same_one_do_not_leave_each_other_out() {
+    let case = Case::new(3);
+    job(3, |endpoint| {
+        let mut options = options(&case);
+        options.masking = true;
+        options.timeout = SHORT;
+        let group = group(endpoint, options);
+        let rank = group.rank();
+        let mut handle = handle(&group, &case, 0);
+        let received = dispatch(&mut handle, &case, 0).unwrap();
+        meet(endpoint);
+        if rank != 2 {
+            // Its sums leave rank 1 when that has given up rank 2, which is later than rank 0 does.
+            std::thread::sleep(Duration::from_secs(u64::from(rank)));
+            let batch = case.batch(rank, 0);
+            let rows = compute(&handle, &case, received);
+            let mut combined = vec![0; batch.tokens.len()];
+            handle
+                .combine(&rows, Weights::Given(&batch.weights), &mut combined)
+                .unwrap();
+            assert_eq!(group.masked(), [false, false, true]);
+            case.assert_combined((rank, 0), &combined, &[2]);
+            whole(&group, &case, 1, |_| vec![2]).unwrap();
+            assert_eq!(group.masked(), [false, false, true]);
+        }
+        meet(endpoint);
+    });
+}
+
+#[test]
 fn with_masking_a_rank_that_leaves_in_the_middle_is_left_out() {
     let case = Case {
         skew: common::Skew::Few,
@@ -474,6 +504,38 @@ fn two_handles_are_under_way_and_no_third() {
                 case.assert_combined((rank, step), &combined, &[]);
             }
         }
+    });
+}
+
+#[test]
+fn a_whole_call_is_refused_while_another_one_is_under_way() {
+    let case = Case::new(3);
+    job(3, |endpoint| {
+        let group = group(endpoint, options(&case));
+        let rank = group.rank();
+        let mut handles = [0, 1].map(|step| handle(&group, &case, step));
+        let [first, second] = &mut handles;
+        let batch = case.batch(rank, 0);
+        first.dispatch_send(Tokens::Plain(&batch.tokens)).unwrap();
+        let error = dispatch(second, &case, 1).unwrap_err();
+        assert!(matches!(error, MoeError::Usage { .. }), "{error}");
+        assert_words(&error, &["a call is under way"]);
+        // Nothing was sent.
+        let mut received = room(first, &Tokens::Plain(&[]));
+        first
+            .dispatch_complete(DispatchOutput::new(&mut received))
+            .unwrap();
+        let rows = compute(first, &case, received);
+        let others = dispatch(second, &case, 1).unwrap();
+        let others = compute(second, &case, others);
+        first.combine_send(&rows, Weights::Dispatched).unwrap();
+        let error = combine(second, &case, &others, 1).unwrap_err();
+        assert_words(&error, &["a call is under way"]);
+        let mut combined = vec![0; batch.tokens.len()];
+        first.combine_complete(&mut combined).unwrap();
+        case.assert_combined((rank, 0), &combined, &[]);
+        let combined = combine(second, &case, &others, 1).unwrap();
+        case.assert_combined((rank, 1), &combined, &[]);
     });
 }
 

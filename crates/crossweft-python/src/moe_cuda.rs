@@ -261,8 +261,15 @@ impl Drop for Pass {
     fn drop(&mut self) {
         // Kernels that still run use its tables; each of them ends at its deadline. What went wrong is told by the next
         // call.
-        if let Some(stream) = &self.stream {
-            let _ = self.core.group().wait(stream);
+        let Some(stream) = &self.stream else {
+            return;
+        };
+        let group = self.core.group();
+        // Without the interpreter: those kernels may wait for other ranks, which may be threads of this process.
+        let waited = Python::try_attach(|py| py.detach(|| group.wait(stream).is_ok()));
+        if waited.is_none() {
+            // It is coming to its end, and holds nobody up.
+            let _ = group.wait(stream);
         }
     }
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from .._crossweft import Communicator, MoeCounts, MoeGroup, MoeHandle
-from ..errors import UsageError
+from ..errors import CapacityError, TensorError, UsageError
 from ._kinds import Kind, dtype_of, kind_of
 
 #: How received tokens are laid out; each rank may have its own. Of L experts here, R ranks, at most M tokens of each:
@@ -85,7 +85,8 @@ class Group:
     must be kept. What goes wrong on the device is raised by a later call, or by :meth:`check`.
 
     Collective. Calls are made one after the other, in the same order on every rank, whatever handles they are of. At
-    most two may be sent and not yet completed. Raises UsageError, Mismatch, Timeout, PeerLost, DeviceError.
+    most two may be sent and not yet completed, and none when a call is made that is not in two halves. Raises
+    UsageError, Mismatch, Timeout, PeerLost, DeviceError.
     """
 
     def __init__(
@@ -169,8 +170,9 @@ class Group:
     def set_masked(self, rank: int, masked: bool) -> None:
         """Leaves a rank out from the next call on, or takes it in again.
 
-        One that is taken in must have made all calls meanwhile, leaving this rank out. Raises UsageError if there is no
-        such rank or it is this one, or calls of this rank are under way.
+        One that is taken in must have made all calls meanwhile, leaving this rank out. On a GPU launches must have come
+        to their end before. Raises UsageError if there is no such rank or it is this one, or calls of this rank are
+        under way.
         """
         self._core.set_masked(rank, masked)
 
@@ -189,18 +191,23 @@ class Group:
         be the same on all ranks. ``weights`` are f32, of the same shape; 1 if none are given. Raises UsageError,
         TensorError.
         """
-        top_k = _top_k(experts, top_k)
+        top_k, ids = _choices(experts, top_k)
         core = self._core.handle(experts, top_k, weights, layout=layout, alignment=alignment)
-        return Handle(self, core, layout, top_k, dtype_of(experts))
+        return Handle(self, core, layout, top_k, ids)
 
 
-def _top_k(experts: Any, given: int | None) -> int:
-    if given is not None:
-        return given
+def _choices(experts: Any, top_k: int | None) -> tuple[int, str]:
+    """How many experts a token has, and of what type they are."""
+    ids = dtype_of(experts)
+    if top_k is not None:
+        return top_k, ids
     shape = getattr(experts, "shape", None)
     if shape is None or len(shape) != 2:
         raise UsageError("experts must be [tokens, top_k], or top_k be given")
-    return int(shape[1])
+    if ids == "u8":
+        # They would be taken for the bytes of larger ones.
+        raise TensorError("experts are of u8; they can be of i32 or i64")
+    return int(shape[1]), ids
 
 
 class Handle:
@@ -259,9 +266,9 @@ class Handle:
 
     def route(self, experts: Any, weights: Any | None = None, *, top_k: int | None = None) -> None:
         """Takes the routing of another pass. Raises UsageError, TensorError; also if a call was not completed."""
-        top_k = _top_k(experts, top_k)
+        top_k, ids = _choices(experts, top_k)
         self._core.route(experts, top_k, weights)
-        self._top_k, self._ids = top_k, dtype_of(experts)
+        self._top_k, self._ids = top_k, ids
 
     def dispatch(
         self,
@@ -278,8 +285,8 @@ class Handle:
         ``scales`` (f32, or exponents as i32 or bytes). ``out`` has room for what comes; it is made if there is none.
         Raises CapacityError if it is too small: then call :meth:`dispatch_complete` with more. On a GPU it must have
         room for the most that can come, unless it is ``bounded``: then the caller knows that no more come, and if they
-        do it is a Mismatch. Otherwise as all calls: UsageError, TensorError, Mismatch, Timeout, PeerLost, Aborted,
-        Poisoned.
+        do it is a Mismatch. Otherwise as all calls: UsageError, also if another call was not completed; TensorError,
+        Mismatch, Timeout, PeerLost, Aborted, Poisoned.
         """
         if out is None and self._layout in ("flat", "expert_packed"):
             self.dispatch_send(tokens, scales=scales, quantise=quantise)
@@ -288,17 +295,22 @@ class Handle:
         kind = kind_of(tokens)
         if out is None:
             out = self._room(kind, sent, self._rows(sent))
-        self._core.dispatch(
-            tokens,
-            out.tokens,
-            scales=scales,
-            quantise=quantise,
-            output_scales=out.scales,
-            output_experts=out.experts,
-            output_weights=out.weights,
-            output_sources=out.sources,
-            bounded=bounded,
-        )
+        try:
+            self._core.dispatch(
+                tokens,
+                out.tokens,
+                scales=scales,
+                quantise=quantise,
+                output_scales=out.scales,
+                output_experts=out.experts,
+                output_weights=out.weights,
+                output_sources=out.sources,
+                bounded=bounded,
+            )
+        except CapacityError:
+            # It was sent, and can be completed.
+            self._kind, self._scales = kind, sent
+            raise
         self._kind, self._scales = kind, sent
         return out
 

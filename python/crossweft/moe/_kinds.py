@@ -22,7 +22,8 @@ class Kind(Protocol):
 
 class _Torch:
     def __init__(self, like: Any) -> None:
-        self._like = like
+        # Not the tensor, which may be large: handles last.
+        self._device = like.device
 
     def _dtype(self, dtype: str) -> Any:
         import torch
@@ -31,10 +32,14 @@ class _Torch:
         return getattr(torch, names.get(dtype) or dtype.replace("i", "int"))
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        return self._like.new_empty(tuple(shape), dtype=self._dtype(dtype))
+        import torch
+
+        return torch.empty(tuple(shape), dtype=self._dtype(dtype), device=self._device)
 
     def full(self, shape: Sequence[int], dtype: str, value: int) -> Any:
-        return self._like.new_full(tuple(shape), value, dtype=self._dtype(dtype))
+        import torch
+
+        return torch.full(tuple(shape), value, dtype=self._dtype(dtype), device=self._device)
 
 
 class _Numpy:
@@ -72,7 +77,7 @@ class _Buffers:
 def kind_of(tensor: Any) -> Kind:
     """What makes arrays like ``tensor``."""
     if hasattr(tensor, "new_empty") and hasattr(tensor, "numel"):
-        return _Torch(tensor.detach())
+        return _Torch(tensor)
     if hasattr(tensor, "__array_interface__"):
         return _Numpy()
     return _Buffers()

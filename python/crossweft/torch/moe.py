@@ -138,7 +138,8 @@ class Route:
         """Those of an expert that a token names several times, together."""
         if self._sent_idx is self._topk_idx:
             return weights.contiguous()
-        return (_same(self._topk_idx) * weights.unsqueeze(1)).sum(2).contiguous()
+        # Others are left out, not multiplied by 0: those of choices that are none may be no numbers.
+        return torch.where(_same(self._topk_idx), weights.unsqueeze(1), 0).sum(2).contiguous()
 
     def _bring(self, tokens: torch.Tensor) -> moe.Received:
         handle = self._sent()

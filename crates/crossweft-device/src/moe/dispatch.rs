@@ -426,7 +426,8 @@ unsafe fn send_tokens<B: Block, R: Rows>(
                 rows.quantise(block, (staging, scales), from, elements, input.quantise);
                 rows.scatter(block, (geometry.ranks, below(first)), staging, elements);
                 let to = below(scales_at + first / GROUP * each);
-                let bytes = elements.div_ceil(GROUP) * each;
+                // Whole words; behind the last scale there is 0.
+                let bytes = align(elements.div_ceil(GROUP) * each, 4);
                 rows.scatter(block, (geometry.ranks, to), scales, bytes);
             }
             let mut rank = 0;

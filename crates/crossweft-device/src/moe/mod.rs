@@ -386,7 +386,7 @@ pub unsafe fn stop<M: Memory>(memory: &M, group: &Group) {
     unsafe { memory.store(group.state + STOPPED, 1) }
 }
 
-/// Forgets what a launch that was stopped has left: that it was, who has arrived at a barrier, and marks.
+/// Forgets what a launch that was stopped has left: that it was, who has arrived at a barrier or been counted, and marks.
 ///
 /// # Safety
 /// The group must be prepared, and no launch of it under way on this rank.
@@ -402,7 +402,12 @@ pub unsafe fn clear<M: Memory>(memory: &M, group: &Group) {
     };
     zero(group.state + ARRIVALS, 1);
     zero(group.state + STOPPED, 1);
-    zero(group.state + SENDERS, 1);
+    // Each once a call that was sent, from the first one on: where rows are lines, that is how the last one is told.
+    // SAFETY: as above.
+    unsafe {
+        let sent = memory.load(group.state + SENT);
+        memory.store(group.state + SENDERS, sent * u64::from(group.blocks));
+    }
     zero(group.state + RECEIVERS, 1);
     zero(group.marks, 2 * geometry.mark_words(group.blocks));
 }

@@ -34,11 +34,12 @@ pub trait Rows {
 
     /// Warp: quantises `elements` elements to E4M3 at `to.0`, with scales at `to.1`. The scale of a
     /// [`GROUP`](super::GROUP) is its largest magnitude, at least 1e-4, divided by 448, the largest E4M3; rounded up
-    /// where it is to be a power of two. The warp's other threads may read it then.
+    /// where it is to be a power of two. Behind exponents there are three zeros, which may fill up a word. The warp's other
+    /// threads may read it then.
     ///
     /// # Safety
-    /// `from` must be valid for the elements, `to` for as many bytes and a scale for each group; nobody else may
-    /// access `to`, or write `from`, meanwhile.
+    /// `from` must be valid for the elements, `to` for as many bytes, a scale for each group and those zeros; nobody else
+    /// may access `to`, or write `from`, meanwhile.
     unsafe fn quantise<B: Block>(
         &self,
         block: &B,
@@ -225,6 +226,10 @@ mod host {
                     }
                 }
                 done += n as u64;
+            }
+            if how == Quantise::Exponents {
+                // SAFETY: as above.
+                unsafe { ((to.1 + elements.div_ceil(GROUP)) as *mut [u8; 3]).write([0; 3]) };
             }
         }
 

@@ -1,7 +1,7 @@
 """Expert parallelism by the names of DeepEP: ``Buffer``, ``Config``, ``EventOverlap``, ``topk_idx_t``, ``utils``.
 
 :func:`install` makes it importable as ``deep_ep``; nothing does that by itself. It follows DeepEP 1.2's ``Buffer``, on
-tensors in host memory, where DeepEP has CUDA's: streams and events are accepted, and nothing waits for them, since
+tensors of a CUDA device, or in host memory: there streams and events are accepted, and nothing waits for them, since
 every call has done its work when it returns, or when its hook does. What differs:
 
 * any number of ranks of one host up to 16, any hidden size whose bytes are a multiple of 16, top-k up to 32, experts

@@ -248,7 +248,7 @@ class Buffer:
         Returns rows ``[L, R * M, H]``, in f8e4m3 with scales ``[L, R * M, H / 128]`` (f32), or with ``use_ue8m0`` ``[L,
         R * M, H / 512]`` (i32), whose columns are contiguous; the number of each local expert's rows (i32); a handle;
         an event; a hook. With ``return_recv_hook`` nothing is there before the hook is called; hooks are called in the
-        order of their calls, of which two may be open. Collective.
+        order of their calls, of which two may be open, and none when a call without a hook is made. Collective.
         """
         _no_times(dispatch_wait_recv_cost_stats)
         _one_of(async_finish, return_recv_hook)
@@ -287,7 +287,9 @@ class Buffer:
         _no_times(combine_wait_recv_cost_stats)
         _one_of(async_finish, return_recv_hook)
         low_latency = self._used(self._low_latency)
-        with self._streams.call((x, topk_idx, topk_weights, out), asynchronous=async_finish) as ends:
+        # What zero_copy sends goes with the handle, perhaps before the call is over.
+        given = (x, topk_idx, topk_weights, out, getattr(handle, "made", None))
+        with self._streams.call(given, asynchronous=async_finish) as ends:
             sums, hook = low_latency.combine(x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook)
             event = ends(sums)
         return sums, event, hook if return_recv_hook else None

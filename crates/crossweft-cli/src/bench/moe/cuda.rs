@@ -61,8 +61,10 @@ pub(super) fn size(
         for replay in 0..WARM_UP + replays {
             communicator.barrier()?;
             let time = recorded.start().and_then(|()| recorded.finish());
+            // What goes wrong first has the reason, also while warming up.
+            let time = time.map_err(lift)?;
             if replay >= WARM_UP {
-                times.push(time.map_err(lift)?.as_secs_f64() * 1e6);
+                times.push(time.as_secs_f64() * 1e6);
             }
         }
         pass = recorded.into_pass();

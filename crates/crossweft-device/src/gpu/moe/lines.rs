@@ -74,14 +74,15 @@ pub(super) struct Segment {
 }
 
 impl Segments {
-    /// Of `row` bytes of elements and `row_scales` of scales: 0, or 1 or 4 for each group.
+    /// Of `row` bytes of elements and `row_scales` of scales: 0; or 4 for each group; or 1, and up to 3 behind the last
+    /// one, which are the last segment's.
     #[inline(always)]
     pub(super) const fn of(row: u64, row_scales: u64) -> Self {
         let (bytes, scale_bytes) = match row_scales {
             0 => (SEGMENT_BYTES, 0),
             _ => {
-                let groups = row.div_ceil(GROUP);
-                let each = if row_scales > groups { 4 } else { 1 };
+                let words = 4 * row.div_ceil(GROUP);
+                let each = if row_scales == words { 4 } else { 1 };
                 (SEGMENT_GROUPS * GROUP, SEGMENT_GROUPS * each)
             }
         };
@@ -105,7 +106,10 @@ impl Segments {
             at,
             bytes: least(self.row - at, self.bytes),
             scales_at,
-            scale_bytes: least(self.row_scales.saturating_sub(scales_at), self.scale_bytes),
+            scale_bytes: match index + 1 < self.each {
+                true => self.scale_bytes,
+                false => self.row_scales - scales_at,
+            },
         }
     }
 

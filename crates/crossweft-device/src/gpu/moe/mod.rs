@@ -502,6 +502,10 @@ impl<E: GpuElement + Element<Acc = f32>> Rows for GpuRows<E> {
             }
             first += u64::from(WARP);
         }
+        if how == Quantise::Exponents && lane < 3 {
+            // SAFETY: the caller's promise.
+            unsafe { store1(to.1 + elements.div_ceil(GROUP) + u64::from(lane), 0) };
+        }
         block.warp_sync();
     }
 
