@@ -195,7 +195,7 @@ def main():
         run(["cc", "-O2", "-pthread", "-o", folder / "handoff", HERE / "handoff.c"])
         names = contenders(options, folder)
         rounds = {name: [] for name in names}
-        probes, versions, moved = [], {}, []
+        probes, versions, moved, any_wrong = [], {}, [], False
 
         def probe():
             return float(run([folder / "handoff"]))
@@ -227,10 +227,13 @@ def main():
                     continue
                 wrong = sum(row["wrong"] for row in report["rows"])
                 if wrong:
+                    any_wrong = True
                     print(f"{name}: {wrong} wrong elements", file=sys.stderr)
                 versions[name] = report.get("version", "")
                 rounds[name].append({row["bytes"]: row for row in report["rows"]})
 
+    if not rounds.get("crossweft"):
+        sys.exit("nothing was measured: give --crossweft, build it by `cargo build --release`, and at least one round")
     sizes = sorted(rounds["crossweft"][0])
     medians = {
         name: {s: statistics.median(r[s]["time_us_p50"] for r in results) for s in sizes}
@@ -263,7 +266,8 @@ def main():
     out.with_suffix(".md").write_text(text)
     out.with_suffix(".svg").write_text(plot(medians, sizes, options.collective))
     print(text)
+    return int(any_wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """All-reduce through torch.distributed (gloo) or DeepSpeed's shared-memory op, measured as
 `crossweft bench all-reduce` measures. Started by torchrun; rank 0 prints one JSON object."""
 
+import argparse
 import json
 import os
-import sys
 import time
 
 import torch
@@ -15,11 +15,16 @@ def iterations(size):
 
 
 def main():
-    backend, least, most, factor = sys.argv[1], *map(int, sys.argv[2:5])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("backend", choices=["gloo", "deepspeed"])
+    parser.add_argument("min", type=int, help="smallest size, in bytes")
+    parser.add_argument("max", type=int, help="largest size")
+    parser.add_argument("factor", type=int, help="from one size to the next")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    if backend == "gloo":
+    if options.backend == "gloo":
         version = f"torch {torch.__version__} gloo"
 
         def reduce(tensor):
@@ -40,8 +45,8 @@ def main():
             torch.ops.deepspeed.inference_all_reduce_(tensor)
 
     rows = []
-    size = least
-    while size <= most:
+    size = options.min
+    while size <= options.max:
         count = size // 4
         base = torch.arange(count, dtype=torch.int64)
         data = ((base + rank) % 7).to(torch.float32)
@@ -64,7 +69,7 @@ def main():
         rows.append(
             {"bytes": size, "time_us_p50": slowest[n // 2], "time_us_min": slowest[0], "wrong": wrong}
         )
-        size *= factor
+        size *= options.factor
     if rank == 0:
         print(json.dumps({"version": version, "rows": rows}), flush=True)
     dist.destroy_process_group()

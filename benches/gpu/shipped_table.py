@@ -7,6 +7,7 @@ What is special to the machine is left out, and so are candidates that are never
 machines a table is.
 """
 
+import argparse
 import json
 import sys
 
@@ -27,15 +28,23 @@ def trimmed(measured):
 
 
 def main():
-    target, *sources = sys.argv[1:]
-    measurements = []
-    for source in sources:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", help="the table to write")
+    parser.add_argument("sources", nargs="+", help="files or JSON reports of `crossweft tune`, of one kind of machine")
+    options = parser.parse_args()
+    measurements, kinds = [], []
+    for source in options.sources:
         with open(source, encoding="utf-8") as file:
             table = json.load(file)
         # The tuner's report has it inside.
         table = table.get("table", table)
         measurements += [trimmed(one) for one in table.pop("measurements")]
-    gpus = sorted({name.split(",")[0] for name in table["fingerprint"]})
+        gpus = sorted({name.split(",")[0] for name in table["fingerprint"]})
+        kinds.append((gpus, table["world_size"]))
+    if any(kind != kinds[0] for kind in kinds):
+        sys.exit("the tables are of several kinds of machines, or numbers of ranks; give those of one")
     table["fingerprint"] = {f"{gpu}, each rank its own": table["world_size"] for gpu in gpus}
     lines = []
     for one in measurements:
@@ -45,7 +54,7 @@ def main():
         lines.append(
             json.dumps(head)[:-1] + f',\n  "candidates": [\n    {candidates} ],\n  "rows": [\n    {rows} ] }}'
         )
-    with open(target, "w", encoding="utf-8") as file:
+    with open(options.target, "w", encoding="utf-8") as file:
         file.write(json.dumps(table)[:-1] + ',\n"measurements": [\n' + ",\n".join(lines) + "\n] }\n")
 
 

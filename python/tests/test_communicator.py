@@ -347,6 +347,20 @@ def test_unique_ids() -> None:
     assert list(error.value.missing or []) == [1]
 
 
+@pytest.mark.parametrize("seconds", [1e19, 2e9, float("inf"), float("nan"), -1.0])
+def test_timeouts_that_no_clock_has(seconds: float) -> None:
+    unique_id = cw.UniqueId()
+    plan = cw.Plan.all_reduce("one-shot", 1)
+    for call in (
+        lambda: cw.UniqueId(timeout=seconds),
+        lambda: cw.Communicator(0, 1, unique_id, timeout=seconds),
+        lambda: plan.run_local([b"abcd"], timeout=seconds),
+    ):
+        with pytest.raises(cw.UsageError, match="give 0 to 1000000000"):
+            call()
+    assert cw.Communicator(0, 1, unique_id, timeout=1e9).timeout == 1e9
+
+
 def test_devices() -> None:
     with pytest.raises(cw.UsageError, match='"cuda"'):
         cw.Communicator(0, 1, cw.UniqueId(), device="quantum")  # type: ignore[arg-type]

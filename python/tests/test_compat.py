@@ -95,6 +95,11 @@ def test_an_installed_mscclpp_is_not_hidden_silently(tmp_path: Path) -> None:
     assert run(program, "--shadow", str(program)).stdout == f"{cw.__version__}\n"
 
 
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    ran = run(tmp_path / "none.py", str(tmp_path / "none.py"))
+    assert ran.returncode == 1 and ran.stderr == f"there is no program {tmp_path / 'none.py'}\n"
+
+
 def test_nothing_is_there_unless_asked_for() -> None:
     with pytest.raises(ImportError):
         import mscclpp

@@ -93,6 +93,14 @@ def test_the_checker_names_rank_block_and_operation() -> None:
     assert [d.code for d in error.value.diagnostics] == [d.code for d in report.diagnostics]
 
 
+def test_plans_of_more_than_a_plan_can_have_are_refused_at_once() -> None:
+    most = 2**32 - 1
+    with pytest.raises(cw.PlanError, match=f"{most} ranks; 1 to 4096"):
+        cw.Plan.all_reduce("one-shot", most)
+    with pytest.raises(cw.PlanError, match=f"{most} thread blocks; 1 to 4096"):
+        cw.Plan.all_reduce("ring", 2, thread_blocks=most)
+
+
 def test_a_refused_plan_does_not_run() -> None:
     with pytest.raises(cw.CheckError):
         broken().run_local([floats(1), floats(2)])
@@ -146,5 +154,7 @@ def test_pages(tmp_path) -> None:
     assert 0 < times[0] < times[1] < times[2]
     with pytest.raises(FileNotFoundError):
         plan.show(path, topology="mars")
+    with pytest.raises(cw.UsageError, match="topology /dev/zero"):
+        plan.predict(64, topology="/dev/zero")
     with pytest.raises(cw.PlanError):
         plan.show(path, bytes=[1] * 9)

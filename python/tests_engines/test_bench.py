@@ -81,9 +81,19 @@ def test_a_run_under_torchrun_whose_output_is_json() -> None:
 
 
 def test_a_rank_that_fails_ends_the_run() -> None:
-    done = bench("--ranks", "2", *QUICK, "--max", "1K", "--json", "/no/such/folder/out.json")
+    done = bench("--ranks", "2", *QUICK, "--max", "1K", "--json", "/dev/full")
     assert done.returncode != 0
-    assert "/no/such/folder" in done.stderr
+    assert "No space left on device" in done.stderr
+
+
+def test_a_reader_that_closes_early_is_no_error() -> None:
+    command = [sys.executable, "-m", all_reduce.MODULE, "--ranks", "2", *QUICK, "--max", "1K"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        error = process.stderr.read()
+        assert process.wait(300) == 0, error
 
 
 def test_columns_by_nccls_interface(tmp_path: Path) -> None:
@@ -104,7 +114,14 @@ def test_columns_by_nccls_interface(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--min", "0"], "0 is not positive"),
+        (["--min", "0"], "0 is less than 1"),
+        (["--min", "1X"], "'1X' is no number"),
+        (["--min", "4K", "--max", "1K"], "--min 4096 is larger than --max 1024"),
+        (["--timeout", "-5"], "'-5' is no number of seconds"),
+        (["--timeout", "nan"], "'nan' is no number of seconds"),
+        (["--json", "/no/such/folder/out.json"], "--json /no/such/folder/out.json: there is no such folder"),
+        (["--plot", "/usr"], "--plot /usr: it is a folder"),
+        (["--profile", "/proc/version/trace.json"], "there is no such folder"),
         (["--factor", "1"], "1 is less than 2"),
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--tokens", "1,x"], "--tokens"),

@@ -193,6 +193,16 @@ def _nobody_gets_one() -> None:
         "c, the engine's own collectives are: rank 1: MemoryError: no room",
     ]
 
+    class Alone(Broken):
+        def _get_ready(self, device: torch.device) -> None:
+            super()._get_ready(device)
+            self.communicator.barrier()
+
+    # Told at once, not when its patience has come to an end.
+    assert Alone.create(dist.group.WORLD, torch.device("cpu"), "e", log) is None
+    _, _, why = messages[-1].partition(" is not used for e, the engine's own collectives are: rank 0: ")
+    assert why.startswith("Aborted: rank 1 aborted the job") and "MemoryError: no room" in why, messages[-1]
+
 
 def test_a_fault_of_one_rank_leaves_all_to_the_engine(tmp_path: Path) -> None:
     in_processes(2, _nobody_gets_one, tmp_path)

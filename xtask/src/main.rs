@@ -19,7 +19,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   test    every test: unit, property, integration, documentation, the loom models, and Python
   loom    only the loom models of the device protocols
   python  only the Python package: its wheel, in a fresh environment, and pytest
-  lint    formatting, clippy, documentation, licences and advisories of dependencies
+  lint    formatting, clippy, documentation, licences, sources and duplicates of dependencies
   ci      test, then lint
   matrix [OPTIONS]
           try every collective with every algorithm, type, operation, size, place and world size up to 8;

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use crossweft_collective::{
     CollectiveError, DataType, DeviceKind, Devices, Explanation, Fingerprint, ReduceOp, Request,
     Selection,
@@ -10,8 +11,8 @@ use crossweft_collective::{
 
 use crate::doctor::DEFAULT_RANKS;
 use crate::exit::Exit;
-use crate::values::{Buffers, Device, Name, Size, dtype, op};
-use crate::{Format, complain, print_line};
+use crate::values::{Buffers, Device, Name, Size, dtype, op, plan_file};
+use crate::{Format, complain, ended, print_line};
 
 /// Options of `explain`.
 #[derive(Debug, Args)]
@@ -48,7 +49,7 @@ pub(crate) struct Explain {
     #[arg(long)]
     deterministic: bool,
     /// A plan to choose from beside the built-in algorithms, of crossweft or of MSCCL++; may be repeated.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(plan_file))]
     plan: Vec<PathBuf>,
     /// For people, or for programs.
     #[arg(long, value_enum, default_value_t = Format::Table)]
@@ -56,19 +57,12 @@ pub(crate) struct Explain {
 }
 
 pub(crate) fn run(options: &Explain) -> Exit {
-    match explain(options) {
-        Ok(explanation) => {
-            print_line(&match options.format {
-                Format::Table => explanation.to_string().trim_end().to_owned(),
-                Format::Json => explanation.to_json(),
-            });
-            Exit::Ok
-        }
-        Err(reason) => {
-            complain(&format!("error: {reason}"));
-            Exit::Usage
-        }
-    }
+    ended(explain(options).and_then(|explanation| {
+        print_line(&match options.format {
+            Format::Table => explanation.to_string().trim_end().to_owned(),
+            Format::Json => explanation.to_json(),
+        })
+    }))
 }
 
 fn explain(options: &Explain) -> Result<Explanation, String> {

@@ -1,5 +1,6 @@
 //! Where the ranks come from: threads, a launcher's job, or processes that this one spawns.
 
+use std::ffi::OsString;
 use std::io;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -10,9 +11,9 @@ use crossweft_collective::{
 use crossweft_hal::cpu::{bind_to_core, cores};
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{NetError, Rendezvous, RendezvousOptions};
-use rustix::process::Signal;
+use rustix::process::{Resource, Signal, getrlimit, setrlimit};
 
-use crate::doctor::DEFAULT_RANKS;
+use crate::doctor::{self, DEFAULT_RANKS};
 use crate::exit::Exit;
 
 /// Why a job did not come to an end.
@@ -44,7 +45,7 @@ impl JobError {
 }
 
 /// Tells a spawned rank the process id of who started it.
-const PARENT: &str = "CROSSWEFT_PARENT";
+pub(crate) const PARENT: &str = "CROSSWEFT_PARENT";
 
 /// What the ranks of a job are where no launcher has started them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +73,9 @@ pub(crate) struct JobOptions {
     pub(crate) devices: Devices,
     /// Whether spawned ranks are bound to a core each, if there are enough.
     pub(crate) bind: bool,
-    /// Arguments of spawned ranks beside those of this process.
+    /// Bytes of the host's memory that each rank takes, at least, if it computes there.
+    pub(crate) memory: u64,
+    /// Options of spawned ranks beside those of this process.
     pub(crate) arguments: &'static [&'static str],
 }
 
@@ -107,9 +110,37 @@ impl JobOptions {
             timeout,
             devices,
             bind,
+            memory: 0,
             arguments: &[],
         }
     }
+
+    /// Fails if this host has less memory than the ranks are going to take: the kernel would end one of them, or somebody
+    /// else.
+    fn check_memory(&self) -> Result<(), JobError> {
+        let ranks = self.ranks;
+        let needed = self.memory.saturating_mul(ranks.into());
+        match doctor::free_memory().filter(|_| matches!(self.devices, Devices::Cpu)) {
+            Some(free) if free < needed => Err(JobError::Usage(format!(
+                "{ranks} ranks take {} of memory at least, of which this host has {} left; give smaller sizes, or fewer \
+                 ranks",
+                doctor::size(needed),
+                doctor::size(free)
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// How many ranks a job is going to have, and how many of them on this host: a launcher's, or as many as are asked for.
+pub(crate) fn ranks(asked: Option<u32>, threads: bool) -> (u32, u32) {
+    let environment = |name: &str| std::env::var(name).ok();
+    // What is wrong with its variables is said when its job is joined.
+    let launched = Job::detect(&environment).ok().flatten();
+    let started = asked.unwrap_or(DEFAULT_RANKS);
+    launched
+        .filter(|_| !threads)
+        .map_or((started, started), |job| (job.world_size, job.local_size))
 }
 
 /// Runs the whole job, or this process's part of it. Each rank runs `rank_main` with what the ranks
@@ -164,6 +195,8 @@ fn threads(
             options.ranks
         )));
     }
+    options.check_memory()?;
+    raise_file_limit();
     let wrong = run_in_threads_on(
         |rank| Ok(options.devices.of(rank)?),
         options.ranks,
@@ -172,6 +205,15 @@ fn threads(
     )?;
     // Every rank counted the wrong elements of all.
     Ok(verdict(wrong.into_iter().max().unwrap_or(0)))
+}
+
+/// Lets this process open as many files as it may: each rank of one process has some for each other rank, and 16 ranks
+/// take more than the 1024 that are usual.
+fn raise_file_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // Where it stays as it is, what is missing then says so.
+    let _ = setrlimit(Resource::Nofile, limit);
 }
 
 /// This process is one rank of a job that somebody else has started.
@@ -199,9 +241,11 @@ fn one_rank(
         };
         rank_main(&communicator, &started_as)
     };
-    run()
-        .map(verdict)
-        .map_err(|source| JobError::Rank { rank, source })
+    run().map(verdict).map_err(|source| match source {
+        // It names the rank itself.
+        source @ CollectiveError::Usage { .. } => JobError::Job(source),
+        source => JobError::Rank { rank, source },
+    })
 }
 
 /// Binds this rank to a core of its own, if there is one for every rank; says whether it did. Left
@@ -235,6 +279,7 @@ const GRACE: Duration = Duration::from_secs(5);
 
 /// Starts the ranks as processes and waits for them.
 fn spawn(options: &JobOptions) -> Result<Exit, JobError> {
+    options.check_memory()?;
     let (ranks, timeout) = (options.ranks, options.timeout);
     let mut rendezvous = Some(Rendezvous::start(&RendezvousOptions {
         timeout,
@@ -245,11 +290,16 @@ fn spawn(options: &JobOptions) -> Result<Exit, JobError> {
         .map(|r| r.unique_id().to_string())
         .unwrap_or_default();
     let program = std::env::current_exe().map_err(|source| JobError::Spawn { rank: 0, source })?;
+    let given: Vec<OsString> = std::env::args_os().skip(1).collect();
+    // What follows is no option.
+    let end = given.iter().position(|argument| argument == "--");
+    let end = end.unwrap_or(given.len());
     let mut job = Processes::default();
     for rank in 0..ranks {
         let child = Command::new(&program)
-            .args(std::env::args_os().skip(1))
+            .args(&given[..end])
             .args(options.arguments)
+            .args(&given[end..])
             .env("CROSSWEFT_RANK", rank.to_string())
             .env("CROSSWEFT_WORLD_SIZE", ranks.to_string())
             .env("CROSSWEFT_UNIQUE_ID", &id)

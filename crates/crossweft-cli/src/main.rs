@@ -13,7 +13,7 @@
 //! standard output, everything else to standard error.
 #![forbid(unsafe_code)]
 
-use std::io::{IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -36,11 +36,14 @@ use exit::Exit;
 
 /// Communication between the GPUs, or the processes, of one job.
 #[derive(Debug, Parser)]
-#[command(name = "crossweft", version, about, after_help = EXIT_CODES)]
+#[command(name = "crossweft", version, after_help = EXIT_CODES)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
 }
+
+/// The variable that says what is logged.
+const LOG: &str = "CROSSWEFT_LOG";
 
 const EXIT_CODES: &str = "Exit codes: 0 ok, 1 wrong result, 2 bad usage or input, 3 timeout or \
 lost peer.\nCROSSWEFT_LOG=info (or debug) prints what is happening to standard error.";
@@ -80,12 +83,7 @@ pub(crate) enum Format {
 }
 
 fn main() -> ExitCode {
-    let filter = EnvFilter::try_from_env("CROSSWEFT_LOG").unwrap_or_else(|_| "warn".into());
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
+    log();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
@@ -112,10 +110,29 @@ fn main() -> ExitCode {
                 Format::Table => doctor::render(&report),
                 Format::Json => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
             };
-            // A reader that closes early has seen enough.
-            let _ = std::io::stdout().write_all(text.as_bytes());
-            Exit::Ok.into()
+            ended(print(&text)).into()
         }
+    }
+}
+
+/// What is logged goes to standard error.
+fn log() {
+    let wanted = std::env::var(LOG).unwrap_or_default();
+    // What is not set, or set to nothing, is as little as usual.
+    let filter = match wanted.is_empty() {
+        true => Ok("warn".into()),
+        false => EnvFilter::try_new(&wanted),
+    };
+    let refused = filter.as_ref().err().map(ToString::to_string);
+    tracing_subscriber::fmt()
+        .with_env_filter(filter.unwrap_or_else(|_| "warn".into()))
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
+    if let Some(why) = refused.filter(|_| std::env::var_os(job::PARENT).is_none()) {
+        complain(&format!(
+            "warning: {LOG}={wanted}: {why}; only warnings are logged"
+        ));
     }
 }
 
@@ -127,8 +144,34 @@ pub(crate) fn complain(text: &str) {
 }
 
 /// To standard output; a reader that closed it early has seen enough.
-pub(crate) fn print_line(text: &str) {
+///
+/// # Errors
+/// Why what there was to say is lost, as on a disk that is full.
+pub(crate) fn print(text: &str) -> Result<(), String> {
     let mut out = std::io::stdout().lock();
-    let _ = writeln!(out, "{text}");
-    let _ = out.flush();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(format!("cannot write to standard output: {error}"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// As [`print`], with the end of a line.
+///
+/// # Errors
+/// As there.
+pub(crate) fn print_line(text: &str) -> Result<(), String> {
+    print(&format!("{text}\n"))
+}
+
+/// The end of a command that can fail in one way; says why it did.
+pub(crate) fn ended(result: Result<(), impl std::fmt::Display>) -> Exit {
+    match result {
+        Ok(()) => Exit::Ok,
+        Err(reason) => {
+            complain(&format!("error: {reason}"));
+            Exit::Usage
+        }
+    }
 }

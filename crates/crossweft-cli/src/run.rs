@@ -28,7 +28,7 @@ const LIBRARY: &str = "libcrossweft_nccl.so";
 pub(crate) struct Options {
     /// Start so many processes, and tell each its rank. Without it the program is started once and told nothing, as
     /// for one that is a launcher itself.
-    #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=4096))]
     ranks: Option<u32>,
     /// Tell the ranks in the variables of this launcher. All get MASTER_ADDR and MASTER_PORT, too.
     #[arg(long = "as", value_enum, default_value_t = Variables::Torchrun)]

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use crossweft_collective::{
     CollectiveError, Communicator, DataType, Progress, ReduceOp, Request, TuneOptions, Tuned, tune,
 };
@@ -13,10 +14,9 @@ use crossweft_hal::cuda::Cache;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
-use crate::doctor::DEFAULT_RANKS;
 use crate::exit::Exit;
 use crate::job::{self, JobError, JobOptions};
-use crate::values::{Buffers, Device, Name, Size, dtype, op};
+use crate::values::{Buffers, Device, Name, Size, dtype, op, plan_file};
 use crate::{Format, print_line};
 
 /// Options of `tune`.
@@ -51,7 +51,7 @@ pub(crate) struct Tune {
     #[arg(long, value_name = "SECONDS", default_value_t = 1.8)]
     budget: f64,
     /// A plan to choose from beside the built-in algorithms, of crossweft or of MSCCL++; may be repeated.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(plan_file))]
     plan: Vec<PathBuf>,
     /// Leave it to the system which cores the ranks run on, instead of binding each to one.
     #[arg(long)]
@@ -84,8 +84,8 @@ impl Tune {
             let reason = format!("--budget {}: give 0 to 3600 seconds", self.budget);
             return Err(JobError::Usage(reason));
         }
-        let ranks = self.ranks.unwrap_or(DEFAULT_RANKS);
-        let devices = self.device.find(ranks).map_err(JobError::Usage)?;
+        let (_, local) = job::ranks(self.ranks, self.threads);
+        let devices = self.device.find(local).map_err(JobError::Usage)?;
         let timeout = Duration::from_secs(self.timeout);
         Ok(JobOptions::new(
             self.ranks,
@@ -141,13 +141,14 @@ impl Tune {
         }
         let tuned = tuned?;
         if communicator.rank() == 0 {
-            print_line(&match self.format {
+            let printed = print_line(&match self.format {
                 Format::Table => table(communicator, started_as, &options, &tuned),
                 Format::Json => {
                     let value = report(communicator, started_as, &options, &tuned);
                     serde_json::to_string_pretty(&value).unwrap_or_default()
                 }
             });
+            printed.map_err(|reason| CollectiveError::Usage { rank: 0, reason })?;
         }
         Ok(0)
     }

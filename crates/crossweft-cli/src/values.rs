@@ -1,5 +1,7 @@
 //! Values on the command line, as people write them.
 
+use std::fs;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::ValueEnum;
@@ -17,7 +19,7 @@ pub(crate) enum Device {
 }
 
 impl Device {
-    /// Finds what was asked for, for `ranks` ranks.
+    /// Finds what was asked for, for `ranks` ranks of this host.
     pub(crate) fn find(self, ranks: u32) -> Result<Devices, String> {
         match self {
             Self::Auto => Ok(Devices::best(ranks)),
@@ -113,6 +115,15 @@ pub(crate) fn names<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str) -> Str
         .map(|&item| name(item))
         .collect::<Vec<_>>()
         .join(", ")
+}
+
+/// The path of a plan, which is there: ranks that open it would each say that it is not.
+pub(crate) fn plan_file(path: PathBuf) -> Result<PathBuf, String> {
+    match fs::metadata(&path) {
+        Ok(found) if found.is_dir() => Err("it is a folder".to_owned()),
+        Ok(_) => Ok(path),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// An element type.

@@ -351,7 +351,7 @@ fn a_table_of_each_collective() {
     }
     let output = run("bench reduce --root 2 --threads --max 8");
     assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("its root is rank 2, of 2 ranks"));
+    assert!(text(&output.stderr).contains("--root 2, but there are 2 ranks"));
 }
 
 #[test]
@@ -421,6 +421,10 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
             "bench scatter --ranks 3 --root 3",
             "--root 3, but there are 3 ranks",
         ),
+        (
+            "bench broadcast --root 2",
+            "--root 2, but there are 2 ranks",
+        ),
         ("bench broadcast --op sum", "unexpected argument '--op'"),
         ("bench all-gather --root 1", "unexpected argument '--root'"),
         (
@@ -487,6 +491,27 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
             "bench all-reduce --graph --skew 1",
             "--skew is for calls one by one",
         ),
+        (
+            "bench all-reduce --plan /none.json",
+            "'/none.json' for '--plan <FILE>': No such file",
+        ),
+        ("bench all-reduce --plan /usr", "it is a folder"),
+        (
+            "bench all-reduce --plot /usr",
+            "--plot /usr: it is a folder; name a file",
+        ),
+        (
+            "bench all-reduce --plot /none/plot.svg",
+            "there is no such folder",
+        ),
+        (
+            "bench all-reduce --rotate 1024 --min 16G --max 16G",
+            "give smaller sizes, or fewer ranks",
+        ),
+        (
+            "bench all-reduce-rms-norm --threads --max 16G",
+            "give smaller sizes, or fewer ranks",
+        ),
         ("bench all-broadcast", "unrecognized subcommand"),
         ("frobnicate", "unrecognized subcommand"),
     ] {
@@ -536,6 +561,9 @@ fn help_and_doctor() {
     ] {
         assert!(help.contains(words), "{words}: {help}");
     }
+    let help = text(&run("--help").stdout);
+    let first = "Communication between the GPUs, or the processes, of one job";
+    assert!(help.starts_with(first), "{help}");
     let help = text(&run("bench --help").stdout);
     for (collective, _, _) in OTHERS {
         assert!(
@@ -853,6 +881,108 @@ fn a_reader_that_closes_early_is_no_error() {
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
+fn what_cannot_be_printed_is_an_error() {
+    for arguments in [
+        "doctor",
+        "doctor --format json",
+        "explain all-reduce --bytes 8 --device cpu",
+        "bench all-reduce --device cpu --max 64 --iters 3",
+        "bench all-reduce --device cpu --max 64 --iters 3 --threads --format json",
+        "bench moe --device cpu --tokens 1 --hidden 64 --iters 3",
+        "bench moe --device cpu --tokens 1 --hidden 64 --iters 3 --threads --format json",
+        "matrix --ranks 1 --limit 1",
+    ] {
+        let full = fs::OpenOptions::new()
+            .write(true)
+            .open("/dev/full")
+            .unwrap();
+        let output = crossweft(arguments).stdout(full).output().unwrap();
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments}: {message}");
+        let words = "cannot write to standard output: No space left";
+        assert!(message.contains(words), "{arguments}: {message}");
+    }
+}
+
+#[test]
+fn sizes_of_nothing_are_not_drawn() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("plot.svg").display().to_string();
+    let bench = "bench all-reduce --device cpu --iters 3 --min 0";
+    let output = run(&format!("{bench} --max 0 --plot {plot}"));
+    assert_eq!(output.status.code(), Some(2));
+    let message = text(&output.stderr);
+    assert!(message.contains("no time above 0"), "{message}");
+    let output = run(&format!("{bench} --max 16 --plot {plot}"));
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let drawn = fs::read_to_string(plot).unwrap();
+    assert!(drawn.contains("<svg") && !drawn.contains("inf") && !drawn.contains("NaN"));
+}
+
+#[test]
+fn nobody_need_hear_what_is_said_beside_results() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("plot.svg").display().to_string();
+    let mut child = crossweft(&format!(
+        "bench all-reduce --max 1K --iters 3 --plot {plot}"
+    ))
+    .stdout(Stdio::piped())
+    .stderr(Stdio::piped())
+    .spawn()
+    .unwrap();
+    drop(child.stderr.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert!(fs::read_to_string(plot).unwrap().contains("<svg"));
+}
+
+#[test]
+fn ranks_of_one_process_may_open_more_files_than_is_usual() {
+    let mut command = Command::new("sh");
+    let given = crossweft("bench all-reduce --device cpu --threads --ranks 8 --max 64 --iters 3");
+    command
+        .args(["-c", "ulimit -S -n 100 && exec \"$0\" \"$@\""])
+        .arg(given.get_program())
+        .args(given.get_args())
+        .env("CROSSWEFT_TUNING", "off");
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
+fn what_is_to_be_logged_must_make_sense() {
+    let mut command = crossweft("bench all-reduce --device cpu --max 64 --iters 3");
+    let output = command.env("CROSSWEFT_LOG", "a=b=c").output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    let message = text(&output.stderr);
+    assert!(
+        message.starts_with("warning: CROSSWEFT_LOG=a=b=c: ") && message.lines().count() == 1,
+        "{message}"
+    );
+    // Nothing is as if it were not there.
+    let output = command.env("CROSSWEFT_LOG", "").output().unwrap();
+    assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
+fn any_seed_will_do() {
+    let seed = u64::MAX;
+    for what in [
+        "all-reduce",
+        "all-reduce-rms-norm --max 2",
+        "moe --tokens 1",
+    ] {
+        let arguments = format!("bench {what} --device cpu --threads --iters 1 --seed {seed}");
+        let output = match what {
+            "all-reduce" => run(&format!("{arguments} --max 64")),
+            _ => run(&arguments),
+        };
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    }
 }
 
 #[test]

@@ -192,6 +192,7 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
         ),
         ("--routing skewed", "uniform, zipf:EXPONENT or file:PATH"),
         ("--routing file:/nowhere/at/all", "No such file"),
+        ("--routing file:/dev/zero", "it has more than 128 MiB"),
         (ragged.as_str(), "line 2 has 1 experts"),
         ("--ranks 17", "17 is not in 1..=16"),
         (

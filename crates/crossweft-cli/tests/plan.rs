@@ -557,6 +557,47 @@ fn pages_that_cannot_be_made_have_exit_code_2_and_one_line() {
 }
 
 #[test]
+fn ranks_that_are_processes_find_a_file_behind_the_options() {
+    let files = Files::new();
+    let file = files.plan(&send_recv(2));
+    let output = ends(0, &["run", "--processes", "--format", "json", "--", &file]);
+    assert_eq!(json(&output)["ok"], true);
+    assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
+fn what_goes_to_standard_output_arrives_or_nobody_reads_it() {
+    let files = Files::new();
+    let file = files.plan(&Algorithm::OneShot.plan(2, 1).unwrap());
+    for arguments in [
+        &["show", &file, "-o", "-"][..],
+        &["convert", &file, "-"],
+        &["check", &file],
+        &["run", &file],
+    ] {
+        let full = fs::OpenOptions::new()
+            .write(true)
+            .open("/dev/full")
+            .unwrap();
+        let output = command(arguments).stdout(full).output().unwrap();
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        let words = "cannot write to standard output: No space left";
+        assert!(error.contains(words), "{arguments:?}: {error}");
+        let mut child = command(arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {error}");
+        assert!(!error.contains("error"), "{error}");
+    }
+}
+
+#[test]
 fn a_launcher_must_start_as_many_ranks_as_the_plan_has() {
     let files = Files::new();
     let file = files.plan(&send_recv(2));

@@ -340,14 +340,14 @@ fn mistakes_are_told() {
         ),
         (
             "explain all-reduce --bytes 8 --plan /none.json",
-            "/none.json: No such file",
+            "'/none.json' for '--plan <FILE>': No such file",
         ),
         ("tune --budget -1", "unexpected argument"),
         ("tune --budget 1e9", "give 0 to 3600 seconds"),
         ("tune all-redoce", "possible values: all-reduce"),
         (
             "tune --threads --plan /none.json",
-            "/none.json: No such file",
+            "'/none.json' for '--plan <FILE>': No such file",
         ),
     ] {
         let output = run(cache.path(), arguments);

@@ -150,6 +150,7 @@ impl Algorithm {
             return Err(PlanError::Plan { plan: name, reason });
         }
         // Numbers that cannot be, before any work is done for them.
+        Builder::check_numbers(&name, ranks, blocks)?;
         Builder::new(&name, collective, ranks, blocks, 1).finish()?;
         let one_hop = |way| one_hop::plan(&name, collective, way, ranks, blocks);
         match self {
@@ -485,7 +486,9 @@ mod tests {
             (Collective::Reduce { root: 3 }, 3, 1, "its root is rank 3"),
             (Collective::Gather { root: 0 }, 0, 1, "0 ranks"),
             (Collective::AllGather, 2, 0, "0 thread blocks"),
-            (Collective::AllReduce, u32::MAX >> 12, 1, "ranks"),
+            // Tables of so many would not fit into any memory.
+            (Collective::AllReduce, u32::MAX, 1, "4294967295 ranks"),
+            (Collective::AllReduce, 2, u32::MAX, "4294967295 thread"),
         ] {
             for algorithm in Algorithm::of(collective) {
                 let error = algorithm.plan_of(collective, ranks, blocks).unwrap_err();

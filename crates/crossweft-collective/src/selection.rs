@@ -24,7 +24,7 @@ use crate::table::TuningTable;
 /// The variable that turns tuning tables off where it is `off`.
 pub const TUNING_VARIABLE: &str = "CROSSWEFT_TUNING";
 
-/// The variable that has all sums in rank order where it is `1`:
+/// The variable that has all sums in rank order where it is `1`, or anything but nothing, `0`, `off`, `no` and `false`:
 /// [`CollectiveOptions::deterministic`](crate::CollectiveOptions::deterministic).
 pub const DETERMINISTIC_VARIABLE: &str = "CROSSWEFT_DETERMINISTIC";
 
@@ -370,7 +370,10 @@ impl Found {
 }
 
 fn is_deterministic(variable: impl Fn(&str) -> Option<OsString>) -> bool {
-    variable(DETERMINISTIC_VARIABLE).is_some_and(|value| value == "1")
+    // Who asks in other words must not get other bits.
+    let no = ["", "0", "off", "no", "false"];
+    let says_no = |value: &OsString| no.iter().any(|no| value.eq_ignore_ascii_case(no));
+    variable(DETERMINISTIC_VARIABLE).is_some_and(|value| !says_no(&value))
 }
 
 const READING: &str = "reading plans and tuning tables";

@@ -837,6 +837,13 @@ fn sums_in_rank_order_leave_out_what_has_another_order() {
     let variable = |name: &str| (name == "CROSSWEFT_DETERMINISTIC").then(|| "1".into());
     let set = Selection::decide(fingerprint, 2, variable).unwrap();
     assert!(set.is_deterministic() && !selection.is_deterministic());
+    let asked = |value: &&str| {
+        let variable = |name: &str| (name == "CROSSWEFT_DETERMINISTIC").then(|| (*value).into());
+        let found = Selection::decide(fingerprint_of_two(), 2, variable).unwrap();
+        found.is_deterministic()
+    };
+    assert!(["1", "true", "yes", "on"].iter().all(asked));
+    assert!(!["", "0", "OFF", "no", "false"].iter().any(asked));
     let errors = run_in_threads(2, OPTIONS, |communicator| {
         let options = CollectiveOptions::new(DataType::F32, ReduceOp::Sum, 64);
         let all_reduce = communicator.all_reduce(options.clone().algorithm(Algorithm::Ring));

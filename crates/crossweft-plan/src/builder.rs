@@ -6,7 +6,7 @@ use crossweft_device::packet::PacketType;
 use crate::plan::{
     Channel, ChannelKind, Chunks, Collective, InPlace, Op, Operand, Plan, RankProgram, Switch,
 };
-use crate::validate::PlanError;
+use crate::validate::{PlanError, blocks_fit, ranks_fit};
 
 /// Builds a plan operation by operation.
 #[derive(Clone, Debug)]
@@ -15,6 +15,18 @@ pub struct Builder {
 }
 
 impl Builder {
+    /// Fails if no plan can have so many ranks and thread blocks, without taking memory for them.
+    ///
+    /// # Errors
+    /// As [`finish`](Self::finish) would, of a plan of that name.
+    pub fn check_numbers(name: &str, ranks: u32, blocks: u32) -> Result<(), PlanError> {
+        let fit = ranks_fit(ranks as usize).and_then(|()| blocks_fit(0, blocks as usize));
+        fit.map_err(|reason| PlanError::Plan {
+            plan: name.to_owned(),
+            reason,
+        })
+    }
+
     /// A plan for `ranks` ranks with `blocks` thread blocks each and messages in `chunks` chunks.
     #[must_use]
     pub fn new(name: &str, collective: Collective, ranks: u32, blocks: u32, chunks: u32) -> Self {

@@ -63,6 +63,28 @@ pub enum PlanError {
     },
 }
 
+/// Fails if no plan has so many ranks.
+pub(crate) fn ranks_fit(ranks: usize) -> Result<(), String> {
+    match (1..=limits::RANKS).contains(&ranks) {
+        true => Ok(()),
+        false => Err(format!(
+            "{ranks} ranks; 1 to {} are supported",
+            limits::RANKS
+        )),
+    }
+}
+
+/// Fails if no rank has so many thread blocks.
+pub(crate) fn blocks_fit(rank: usize, blocks: usize) -> Result<(), String> {
+    match (1..=limits::BLOCKS).contains(&blocks) {
+        true => Ok(()),
+        false => Err(format!(
+            "rank {rank} has {blocks} thread blocks; 1 to {} fit",
+            limits::BLOCKS
+        )),
+    }
+}
+
 impl Plan {
     /// Checks the structure.
     ///
@@ -108,12 +130,7 @@ impl Plan {
 
     fn validate_whole(&self) -> Result<(), String> {
         let world = self.ranks.len();
-        if world == 0 || world > limits::RANKS {
-            return Err(format!(
-                "{world} ranks; 1 to {} are supported",
-                limits::RANKS
-            ));
-        }
+        ranks_fit(world)?;
         let expected = self.collective.blocks(world as u32);
         let blocks = (self.input_blocks, self.output_blocks);
         if expected.is_some_and(|expected| expected != blocks) {
@@ -147,12 +164,7 @@ impl Plan {
         }
         for (rank, program) in self.ranks.iter().enumerate() {
             let blocks = program.blocks.len();
-            if blocks == 0 || blocks > limits::BLOCKS {
-                return Err(format!(
-                    "rank {rank} has {blocks} thread blocks; 1 to {} fit",
-                    limits::BLOCKS
-                ));
-            }
+            blocks_fit(rank, blocks)?;
             for (index, channel) in program.channels.iter().enumerate() {
                 if channel.peer as usize >= world || channel.peer as usize == rank {
                     return Err(format!(

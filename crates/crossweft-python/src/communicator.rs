@@ -26,7 +26,7 @@ use crate::pool::{self, Places, Pool};
 use crate::rms_norm;
 use crate::slow::Slow;
 use crate::tensor::{Place, Tensor};
-use crate::wait::{Signals, interruptible};
+use crate::wait::{Signals, detached, interruptible};
 use crate::watch::{Launches, Watch};
 
 fn net(error: &NetError) -> PyErr {
@@ -126,6 +126,9 @@ impl Drop for Communicator {
         if let Some(pool) = self.pool.get() {
             pool.abandon();
         }
+        // It waits for its launches.
+        let exchange = &self.exchange;
+        detached(|| drop(lock(exchange).take()));
     }
 }
 

@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use crate::error::Exception;
 use crate::moe::{Given, Made, MoeHandle, Pass, Received, Routed, Sent};
 use crate::tensor::{Place, Tensor};
+use crate::wait::detached;
 
 /// Where the tensors of a group are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -261,15 +262,9 @@ impl Drop for Pass {
     fn drop(&mut self) {
         // Kernels that still run use its tables; each of them ends at its deadline. What went wrong is told by the next
         // call.
-        let Some(stream) = &self.stream else {
-            return;
-        };
-        let group = self.core.group();
-        // Without the interpreter: those kernels may wait for other ranks, which may be threads of this process.
-        let waited = Python::try_attach(|py| py.detach(|| group.wait(stream).is_ok()));
-        if waited.is_none() {
-            // It is coming to its end, and holds nobody up.
-            let _ = group.wait(stream);
+        if let Some(stream) = &self.stream {
+            let group = self.core.group();
+            detached(|| drop(group.wait(stream)));
         }
     }
 }

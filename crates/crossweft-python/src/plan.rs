@@ -1,6 +1,7 @@
 //! Plans, and what the checker says of them.
 
 use std::collections::HashMap;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -272,7 +273,6 @@ impl Plan {
     /// A plan file of either format.
     #[staticmethod]
     fn from_file(path: PathBuf) -> PyResult<Self> {
-        use std::io::Read;
         let mut text = Vec::new();
         // Whatever the file claims to be: no more than a plan may have.
         std::fs::File::open(&path)
@@ -643,8 +643,13 @@ fn topology(name: &str) -> PyResult<Topology> {
     if let Some(topology) = Topology::built_in(name) {
         return Ok(topology);
     }
+    /// Far more than any topology has.
+    const LARGEST: u64 = 1 << 20;
     let path = Path::new(name);
-    let text = std::fs::read(path).map_err(|error| os_error(&error, path))?;
+    let mut text = Vec::new();
+    std::fs::File::open(path)
+        .and_then(|file| file.take(LARGEST).read_to_end(&mut text))
+        .map_err(|error| os_error(&error, path))?;
     Topology::from_json(&text)
         .map_err(|error| Exception::usage(format!("topology {name}: {error}")))
 }
@@ -654,8 +659,15 @@ fn os_error(error: &std::io::Error, path: &Path) -> PyErr {
     PyOSError::new_err((error.raw_os_error(), error.to_string(), name))
 }
 
+/// The longest that anything may take: some thirty years, which no clock overflows.
+const LONGEST: f64 = 1e9;
+
 /// Seconds as a duration.
 pub(crate) fn duration(seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|error| Exception::usage(format!("a timeout of {seconds} seconds: {error}")))
+    match (0.0..=LONGEST).contains(&seconds) {
+        true => Ok(Duration::from_secs_f64(seconds)),
+        false => Err(Exception::usage(format!(
+            "a timeout of {seconds} seconds; give 0 to {LONGEST}"
+        ))),
+    }
 }

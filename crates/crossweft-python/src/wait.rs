@@ -42,6 +42,14 @@ impl Signals {
     }
 }
 
+/// Does what may wait for another rank, where an object goes: that rank may be a thread of this process, which needs the
+/// interpreter to come.
+pub(crate) fn detached(work: impl Fn() + Send + Sync) {
+    if Python::try_attach(|py| py.detach(&work)).is_none() {
+        work();
+    }
+}
+
 /// Does `work` without holding the interpreter. If a signal handler raises meanwhile, calls `end`, which must
 /// make `work` end soon, and returns what was raised.
 pub(crate) fn interruptible<T: Send>(

@@ -41,12 +41,12 @@ def start(module: str, arguments: Sequence[str], ranks: int, seconds: float) -> 
     }
     command = [sys.executable, "-m", module, *arguments]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
     end = time.monotonic() + seconds
     try:
+        for rank in range(ranks):
+            own = {**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=own))
         while True:
             codes = [process.poll() for process in processes]
             failed = next((code for code in codes if code), None)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -46,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     elif options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; give --device cpu")
+    if not cases(options):
+        parser.error(f"--min {options.min} is larger than --max {options.max}")
+    for name in ("json", "plot", "profile"):
+        _check_file(parser, name, getattr(options, name))
     if not _job.is_rank():
         ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 2)
         return _job.start(MODULE, given, ranks, options.timeout)
@@ -168,10 +174,7 @@ class _Run:
             profile.export_chrome_trace(self._options.profile)
 
     def _write(self, results: Results) -> None:
-        if self._options.json == "-":
-            print(json.dumps(results.record(), indent=1))
-        else:
-            print(results.markdown())
+        self._print(json.dumps(results.record(), indent=1) if self._options.json == "-" else results.markdown())
         if self._options.json and self._options.json != "-":
             Path(self._options.json).write_text(json.dumps(results.record(), indent=1) + "\n")
         if self._options.plot:
@@ -179,7 +182,16 @@ class _Run:
 
     def _say(self, line: str) -> None:
         if dist.get_rank() == 0:
-            print(line, file=self._log, flush=True)
+            self._print(line, self._log)
+
+    @staticmethod
+    def _print(text: str, to: TextIO | None = None) -> None:
+        to = sys.stdout if to is None else to
+        try:
+            print(text, file=to, flush=True)
+        except BrokenPipeError:
+            # A reader that closed early has seen enough; what is left in the buffer must go somewhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,21 +217,48 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write all figures; - for standard output instead of the table")
     parser.add_argument("--plot", metavar="FILE", help="draw medians by size as SVG")
     parser.add_argument("--profile", metavar="FILE", help="write a Chrome trace of a few calls on rank 0")
-    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for --ranks (1800)")
+    parser.add_argument("--timeout", type=_seconds, default=1800.0, metavar="SECONDS", help="for --ranks (1800)")
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+def _check_file(parser: argparse.ArgumentParser, option: str, name: str | None) -> None:
+    """Ends the command if no such file can be written, before anything is measured for it."""
+    if name is None or (option, name) == ("json", "-"):
+        return
+    path = Path(name)
+    if path.is_dir():
+        parser.error(f"--{option} {name}: it is a folder; name a file")
+    if not path.parent.is_dir():
+        parser.error(f"--{option} {name}: there is no such folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        parser.error(f"--{option} {name}: it cannot be written")
+
+
+def _number(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return value
 
 
+def _positive(text: str) -> int:
+    return _number(text, 1)
+
+
 def _factor(text: str) -> int:
-    value = int(text)
-    if value < 2:
-        raise argparse.ArgumentTypeError(f"{text} is less than 2")
+    return _number(text, 2)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
     return value
 
 

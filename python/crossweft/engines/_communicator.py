@@ -121,6 +121,9 @@ class EngineCommunicator(AllReduceCommunicator):
                 made._get_ready(device)
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
+                if made is not None:
+                    # The others may be in a call that this rank is not going to make.
+                    made.communicator.abort(failure)
             failures = gather(group, failure)
             problem = next((f"rank {rank}: {each}" for rank, each in enumerate(failures) if each), None)
         if made is not None and problem is None:

@@ -86,7 +86,7 @@ impl Fused {
         let options = RmsNormOptions::new(dtype, hidden as usize, tokens);
         let plain = AllReduceOptions::new(dtype, ReduceOp::Sum, most);
         let elements = all / dtype.size();
-        let weight = data(dtype, seed + 1, token);
+        let weight = data(dtype, seed.wrapping_add(1), token);
         let on_device = match communicator.device() {
             Device::Cpu => None,
             device => Some(Box::new(OnDevice::new(device, &weight, (most, all))?)),
@@ -98,7 +98,7 @@ impl Fused {
             quantise,
             dtype,
             weight,
-            before: data(dtype, seed + 2, most as usize),
+            before: data(dtype, seed.wrapping_add(2), most as usize),
             residual: vec![0; all],
             values: match quantise {
                 Quantise::None => Vec::new(),

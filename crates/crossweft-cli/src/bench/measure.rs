@@ -49,7 +49,7 @@ pub(crate) fn run(
     };
     let header = Header::new(options, communicator, (started_as, machine), chosen);
     let rows = sizes.len() * calls.len();
-    let mut printer = Printer::new(options, communicator.rank(), header, rows);
+    let mut printer = Printer::new(options, communicator.rank(), header, rows).map_err(usage)?;
     let scalar = options.op.and_then(|operation| operation.scalar);
     let scalars = scalar.map_or_else(Vec::new, |scalar| vec![scalar; world_size as usize]);
     let mut bench = Bench {
@@ -74,7 +74,7 @@ pub(crate) fn run(
             printer.begin(bytes);
             let row = bench.size(bytes)?;
             all_wrong += row.wrong;
-            printer.row(row);
+            printer.row(row).map_err(usage)?;
         }
     }
     printer.end().map_err(usage)?;

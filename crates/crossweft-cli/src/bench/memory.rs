@@ -93,6 +93,20 @@ impl Shape {
     }
 }
 
+/// Bytes that a rank of so many takes on the host, at least: the buffers, and a call's input and output beside them.
+pub(super) fn needed(options: &Options, ranks: u32) -> u64 {
+    let largest = options.sizes(ranks).into_iter().max().unwrap_or(0);
+    let message = largest / options.blocks(ranks).2;
+    let shape = Shape::new(options, 0, ranks);
+    let (input, output) = shape.bytes(message);
+    let call = shape.spans(message, 0);
+    let buffers = match shape.in_place {
+        true => input,
+        false => input + output,
+    };
+    (buffers + call.input.len() + call.output.len()) as u64
+}
+
 /// The buffers under test.
 pub(super) enum Memory {
     Symmetric {

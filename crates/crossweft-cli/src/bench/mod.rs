@@ -57,7 +57,7 @@ pub(crate) enum Command {
     ScatterV(options::Rooted),
     /// As reduce-scatter, but as messages, of private buffers.
     ReduceScatterV(options::PrivateReducing),
-    /// An all-reduce of tokens with residual addition, RMS normalisation, and quantisation if it is asked for; on the CPU.
+    /// An all-reduce of tokens with residual addition, RMS normalisation, and quantisation if it is asked for.
     AllReduceRmsNorm(options::Normalising),
     /// Dispatch and combine of a mixture of experts.
     Moe(moe::Moe),
@@ -120,10 +120,10 @@ fn run(options: &Bench) -> Exit {
         let devices = options
             .common
             .device
-            .find(options.common.ranks())
+            .find(options.common.ranks().1)
             .map_err(JobError::Usage)?;
         options.check_on(&devices).map_err(JobError::Usage)?;
-        job::run(&options.common.job(devices), |communicator, started_as| {
+        job::run(&options.job(devices), |communicator, started_as| {
             measure::run(options, communicator, started_as, &machine)
         })
     });

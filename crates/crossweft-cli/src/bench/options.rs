@@ -3,13 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use crossweft_collective::{Algorithm, Collective, DataType, Devices, Scalar};
+use rustix::fs::{Access, access};
 
+use super::memory;
 use crate::Format;
-use crate::doctor::DEFAULT_RANKS;
-use crate::job::JobOptions;
-use crate::values::{Buffers, Device, Operation, Size, dtype, names, operation};
+use crate::job::{self, JobOptions};
+use crate::values::{Buffers, Device, Operation, Size, dtype, names, operation, plan_file};
 
 /// What `--algorithm` calls all of them.
 const ALL: &str = "all";
@@ -48,7 +50,7 @@ pub(crate) struct Common {
     #[arg(long, value_name = "NAME")]
     pub(crate) algorithm: Option<String>,
     /// A plan to choose from beside the built-in algorithms, of crossweft or of MSCCL++; may be repeated.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(plan_file))]
     pub(crate) plan: Vec<PathBuf>,
     /// Thread blocks of each rank, instead of as many as the selector thinks fit.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -283,19 +285,14 @@ impl Bench {
     /// What cannot be told from one option alone.
     pub(crate) fn check(&self) -> Result<(), String> {
         let Common {
-            min,
-            max,
-            ranks,
-            buffers,
-            ..
+            min, max, buffers, ..
         } = self.common;
+        let (ranks, _) = self.common.ranks();
         if min > max {
             let (min, max) = (min.0, max.0);
             return Err(format!("--min {min} is larger than --max {max}"));
         }
-        if let (Some(root), Some(ranks)) = (self.collective.root(), ranks)
-            && root >= ranks
-        {
+        if let Some(root) = self.collective.root().filter(|root| *root >= ranks) {
             return Err(format!("--root {root}, but there are {ranks} ranks"));
         }
         self.scalar()?;
@@ -434,6 +431,20 @@ impl Bench {
         (input.into(), output.into(), input.max(output).into())
     }
 
+    /// The job that is to be run.
+    pub(crate) fn job(&self, devices: Devices) -> JobOptions {
+        let Common {
+            ranks,
+            threads,
+            no_bind,
+            ..
+        } = self.common;
+        let timeout = Duration::from_secs(self.common.timeout);
+        let mut job = JobOptions::new(ranks, threads, devices, timeout, !no_bind);
+        job.memory = memory::needed(self, job.ranks);
+        job
+    }
+
     /// The sizes in bytes of the larger of input and output, each a whole number of elements in each
     /// block, without repeats.
     pub(crate) fn sizes(&self, ranks: u32) -> Vec<u64> {
@@ -464,26 +475,24 @@ impl Bench {
 pub(super) fn check_plot(plot: &Path) -> Result<(), String> {
     let folder = plot
         .parent()
-        .filter(|folder| !folder.as_os_str().is_empty());
-    match plot.file_name().is_none() || folder.is_some_and(|folder| !folder.is_dir()) {
-        true => Err(format!(
-            "--plot {}: there is no such folder",
-            plot.display()
-        )),
-        false => Ok(()),
-    }
+        .filter(|folder| !folder.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    let wrong = if plot.is_dir() || plot.file_name().is_none() {
+        "it is a folder; name a file"
+    } else if !folder.is_dir() {
+        "there is no such folder"
+    } else if access(if plot.exists() { plot } else { folder }, Access::WRITE_OK).is_err() {
+        "it cannot be written"
+    } else {
+        return Ok(());
+    };
+    Err(format!("--plot {}: {wrong}", plot.display()))
 }
 
 impl Common {
-    /// Ranks to start, where no launcher does.
-    pub(crate) fn ranks(&self) -> u32 {
-        self.ranks.unwrap_or(DEFAULT_RANKS)
-    }
-
-    /// The job that is to be run.
-    pub(crate) fn job(&self, devices: Devices) -> JobOptions {
-        let timeout = Duration::from_secs(self.timeout);
-        JobOptions::new(self.ranks, self.threads, devices, timeout, !self.no_bind)
+    /// Ranks of the job, and those of them on this host.
+    pub(crate) fn ranks(&self) -> (u32, u32) {
+        job::ranks(self.ranks, self.threads)
     }
 
     /// Timed calls of a size.

@@ -89,8 +89,15 @@ pub(super) fn draw_lines(
     all: &[Line],
 ) -> Result<(), String> {
     let failed = |error: &dyn std::fmt::Display| format!("--plot {}: {error}", path.display());
+    // Logarithmic axes have no 0, and from there on no end.
+    let positive = |(name, points): &Line| {
+        let points = points.iter().copied();
+        let points: Vec<_> = points.filter(|p| p.0 > 0.0 && p.1 > 0.0).collect();
+        (!points.is_empty()).then(|| (name.clone(), points))
+    };
+    let all: Vec<Line> = all.iter().filter_map(positive).collect();
     if all.is_empty() {
-        return Err(failed(&"nothing was measured"));
+        return Err(failed(&"there is no size and no time above 0"));
     }
     let every = || all.iter().flat_map(|(_, points)| points);
     let range = |of: fn(&(f64, f64, f64)) -> f64| {

@@ -168,10 +168,11 @@ fn measure(
         rows: rows.rows,
     };
     if communicator.rank() == 0 {
-        print_line(&match options.format {
+        let printed = print_line(&match options.format {
             Format::Table => report.render(),
             Format::Json => serde_json::to_string_pretty(&report).unwrap_or_default(),
         });
+        printed.map_err(|reason| CollectiveError::Usage { rank: 0, reason })?;
     }
     // What is wrong ends a measurement.
     Ok(0)

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::options::Bench as Options;
 use super::plot;
 use super::report::{Header, Report, Row};
-use crate::{Format, print_line};
+use crate::{Format, complain, print_line};
 
 /// A bar of so many steps, if this is the rank to draw it and there is a terminal.
 pub(super) fn progress(active: bool, steps: usize) -> ProgressBar {
@@ -35,21 +35,27 @@ pub(super) struct Printer {
 }
 
 impl Printer {
-    pub(super) fn new(options: &Options, rank: u32, header: Header, sizes: usize) -> Self {
+    /// Prints what holds for all rows.
+    pub(super) fn new(
+        options: &Options,
+        rank: u32,
+        header: Header,
+        sizes: usize,
+    ) -> Result<Self, String> {
         let active = rank == 0;
         let progress = progress(active, sizes);
         let is_json = matches!(options.common.format, Format::Json);
         if active && !is_json {
-            print_line(&header.lines());
+            print_line(&header.lines())?;
         }
         let rows = Vec::new();
-        Self {
+        Ok(Self {
             active,
             is_json,
             report: Report { header, rows },
             plot: options.common.plot.clone(),
             progress,
-        }
+        })
     }
 
     pub(super) fn begin(&self, bytes: u64) {
@@ -57,15 +63,16 @@ impl Printer {
             .set_message(format!("measuring {bytes} bytes"));
     }
 
-    pub(super) fn row(&mut self, row: Row) {
+    pub(super) fn row(&mut self, row: Row) -> Result<(), String> {
         self.progress.inc(1);
         if !self.active {
-            return;
+            return Ok(());
         }
         if !self.is_json {
-            self.progress.suspend(|| print_line(&row.line()));
+            self.progress.suspend(|| print_line(&row.line()))?;
         }
         self.report.rows.push(row);
+        Ok(())
     }
 
     pub(super) fn end(self) -> Result<(), String> {
@@ -75,13 +82,13 @@ impl Printer {
         }
         let Report { header, rows } = &self.report;
         if self.is_json {
-            print_line(&serde_json::to_string_pretty(&self.report).unwrap_or_default());
+            print_line(&serde_json::to_string_pretty(&self.report).unwrap_or_default())?;
         }
         match &self.plot {
             None => Ok(()),
             Some(path) => {
                 plot::draw(path, header, rows)?;
-                eprintln!("drawn: {}", path.display());
+                complain(&format!("drawn: {}", path.display()));
                 Ok(())
             }
         }

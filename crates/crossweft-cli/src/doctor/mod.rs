@@ -29,6 +29,8 @@ use gpu::Gpu;
 use memory::Memory;
 use network::Network;
 use notes::{Note, notes};
+pub(crate) use page::size;
+
 use page::Page;
 use process::{Process, variables};
 use root::Root;
@@ -71,6 +73,11 @@ pub(crate) fn machine_name() -> String {
     let cpu = Cpu::inspect(&Root(Path::new("/")), process::usable_cores());
     let model = cpu.model.as_deref().unwrap_or("unknown processor");
     format!("{model}, {} usable cores", cpu.usable)
+}
+
+/// Bytes of memory that new work on this host can have, if that can be told.
+pub(crate) fn free_memory() -> Option<u64> {
+    Memory::free(&Root(Path::new("/")))
 }
 
 fn inspect_as(root: &Path, process: Process) -> Report {

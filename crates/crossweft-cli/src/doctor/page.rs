@@ -59,7 +59,7 @@ pub(super) fn list(items: impl Iterator<Item = String>, empty: &str) -> String {
 }
 
 /// A number of bytes in the largest unit that it fills.
-pub(super) fn size(bytes: u64) -> String {
+pub(crate) fn size(bytes: u64) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB"];
     let (mut value, mut unit) = (bytes as f64 / 1024.0, 0);
     while value >= 1024.0 && unit + 1 < units.len() {

@@ -130,6 +130,8 @@ impl Options {
             refuse: |_, _| None,
             timeout: Duration::from_secs(self.timeout),
             bind: true,
+            // Two buffers, and what is in them for comparison.
+            memory: 3 * self.large.0,
             arguments: &[],
         }
     }
@@ -188,10 +190,9 @@ pub(crate) fn run(options: &Options) -> Exit {
         part_ranks(&by_ranks, 0),
         part_ranks(&by_ranks, by_ranks.len() - 1),
     );
-    crate::print_line(&format!(
+    exit.worse(crate::ended(crate::print_line(&format!(
         "matrix: {done} of {count} cases at {first} to {last} ranks, {wrong}, {seconds:.0} s"
-    ));
-    exit
+    ))))
 }
 
 fn part_ranks(parts: &[&[Case]], index: usize) -> u32 {

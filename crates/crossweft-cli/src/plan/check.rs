@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::source::{Source, SourceError};
 use crate::exit::Exit;
-use crate::{Format, print_line};
+use crate::{Format, ended, print_line};
 
 /// Options of `plan check`.
 #[derive(Debug, Args)]
@@ -26,10 +26,13 @@ pub(super) fn run(options: &Check) -> Exit {
     let mut worst = Exit::Ok;
     for file in &options.files {
         let (exit, report) = one(file);
-        print_line(&match options.format {
+        let printed = print_line(&match options.format {
             Format::Table => report.table(),
             Format::Json => serde_json::to_string(&report).unwrap_or_default(),
         });
+        if printed.is_err() {
+            return ended(printed);
+        }
         worst = worst.worse_input(exit);
     }
     worst

@@ -9,7 +9,7 @@ use crossweft_plan::{PlanError, mscclpp};
 
 use super::source::{Format, STANDARD, Source, SourceError};
 use crate::exit::Exit;
-use crate::print_line;
+use crate::{ended, print_line};
 
 /// Options of `plan convert`.
 #[derive(Debug, Args)]
@@ -34,16 +34,12 @@ enum ConvertError {
     Export { file: String, source: PlanError },
     #[error("{file}: {source}")]
     Write { file: String, source: io::Error },
+    #[error("{0}")]
+    Print(String),
 }
 
 pub(super) fn run(options: &Convert) -> Exit {
-    match convert(options) {
-        Ok(()) => Exit::Ok,
-        Err(error) => {
-            crate::complain(&format!("error: {error}"));
-            Exit::Usage
-        }
-    }
+    ended(convert(options))
 }
 
 fn convert(options: &Convert) -> Result<(), ConvertError> {
@@ -63,8 +59,7 @@ fn convert(options: &Convert) -> Result<(), ConvertError> {
         }
     };
     if options.to.as_os_str() == STANDARD {
-        print_line(&text);
-        return Ok(());
+        return print_line(&text).map_err(ConvertError::Print);
     }
     fs::write(&options.to, text + "\n").map_err(|source| ConvertError::Write {
         file: options.to.display().to_string(),

@@ -122,6 +122,7 @@ fn try_run(options: &Run) -> Result<Exit, RunError> {
         }
     }
     let task = Task::new(options, source.plan).map_err(RunError::Usage)?;
+    let blocks = task.plan.input_blocks + task.plan.output_blocks;
     let job = JobOptions {
         start: match (options.threads, options.processes) {
             (true, _) => Start::Threads,
@@ -143,6 +144,7 @@ fn try_run(options: &Run) -> Result<Exit, RunError> {
             .device
             .find(task.plan.world_size())
             .map_err(RunError::Usage)?,
+        memory: task.bytes.saturating_mul(blocks.into()),
         // Checked here, once for all.
         arguments: &["--unchecked"],
     };
@@ -257,7 +259,8 @@ impl<'a> Task<'a> {
             .filter_map(|word| word.as_slice().try_into().ok());
         let wrong = words.map(u64::from_le_bytes).sum();
         if rank == 0 {
-            self.report(wrong);
+            let printed = self.report(wrong);
+            printed.map_err(|reason| CollectiveError::Usage { rank, reason })?;
         }
         Ok(wrong)
     }
@@ -273,7 +276,7 @@ impl<'a> Task<'a> {
         }
     }
 
-    fn report(&self, wrong: u64) {
+    fn report(&self, wrong: u64) -> Result<(), String> {
         let plan = &self.plan;
         let post_condition = match plan.collective {
             Collective::Test => "none (test plan)",
@@ -311,7 +314,7 @@ impl<'a> Task<'a> {
                     report.op,
                 )
             }
-        });
+        })
     }
 }
 

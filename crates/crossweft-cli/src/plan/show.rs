@@ -1,7 +1,7 @@
 //! `plan show`.
 
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -11,8 +11,8 @@ use crossweft_plan::show::{self, Page, ShowError};
 
 use super::source::{STANDARD, Source, SourceError};
 use crate::exit::Exit;
-use crate::print_line;
 use crate::values::Size;
+use crate::{print, print_line};
 
 /// Options of `plan show`.
 #[derive(Debug, Args)]
@@ -43,6 +43,8 @@ enum PageError {
     Topology { file: String, source: TopologyError },
     #[error("{file}: {source}")]
     Show { file: String, source: ShowError },
+    #[error("{0}")]
+    Print(String),
 }
 
 pub(super) fn run(options: &Show) -> Exit {
@@ -83,14 +85,12 @@ fn write(options: &Show) -> Result<(), PageError> {
         source,
     };
     if options.output.as_os_str() == STANDARD {
-        let written = io::stdout().write_all(page.html.as_bytes());
-        written.map_err(failed)?;
+        print(&page.html).map_err(PageError::Print)?;
         crate::complain(&line);
         return Ok(());
     }
     fs::write(&options.output, &page.html).map_err(failed)?;
-    print_line(&format!("{}: {line}", options.output.display()));
-    Ok(())
+    print_line(&format!("{}: {line}", options.output.display())).map_err(PageError::Print)
 }
 
 /// One of the built-in topologies, or a file.

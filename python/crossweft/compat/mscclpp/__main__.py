@@ -15,6 +15,8 @@ def main() -> None:
     arguments = arguments[shadow:]
     if not arguments or arguments[0].startswith("-"):
         sys.exit(f"usage: {(__doc__ or '').split('``')[1]}")
+    if not os.path.isfile(arguments[0]):
+        sys.exit(f"there is no program {arguments[0]}")
     # As `python PROGRAM` has it.
     sys.argv = arguments
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))

@@ -64,7 +64,8 @@ pub(crate) fn run(
         clock: clock(communicator.device()),
     };
     let steps = options.tokens.0.len() * options.layout.len();
-    let mut printer = Printer::new(options, communicator.rank(), header, steps);
+    let lost = |reason| usage(communicator, reason);
+    let mut printer = Printer::new(options, communicator.rank(), header, steps).map_err(lost)?;
     let gate = communicator.all_reduce(CollectiveOptions::new(DataType::U64, ReduceOp::Sum, 8))?;
     let bench = Bench {
         options,
@@ -78,12 +79,10 @@ pub(crate) fn run(
             printer.begin(name, tokens);
             let rows = bench.size(&batch, name)?;
             all_wrong += rows.first().map_or(0, |row| row.wrong);
-            printer.rows(rows);
+            printer.rows(rows).map_err(lost)?;
         }
     }
-    printer
-        .end(options)
-        .map_err(|reason| usage(communicator, reason))?;
+    printer.end(options).map_err(lost)?;
     Ok(all_wrong)
 }
 
@@ -390,13 +389,13 @@ struct Printer {
 }
 
 impl Printer {
-    fn new(options: &Moe, rank: u32, header: Header, steps: usize) -> Self {
+    fn new(options: &Moe, rank: u32, header: Header, steps: usize) -> Result<Self, String> {
         let active = rank == 0;
         let is_json = matches!(options.format, Format::Json);
         if active && !is_json {
-            print_line(&header.lines());
+            print_line(&header.lines())?;
         }
-        Self {
+        Ok(Self {
             active,
             is_json,
             report: Report {
@@ -404,7 +403,7 @@ impl Printer {
                 rows: Vec::new(),
             },
             progress: progress(active, steps),
-        }
+        })
     }
 
     fn begin(&self, name: Name, tokens: u32) {
@@ -413,13 +412,14 @@ impl Printer {
             .set_message(format!("measuring {tokens} tokens, {name}"));
     }
 
-    fn rows(&mut self, rows: Vec<Row>) {
+    fn rows(&mut self, rows: Vec<Row>) -> Result<(), String> {
         self.progress.inc(1);
         if self.active && !self.is_json {
             let lines: Vec<String> = rows.iter().map(Row::line).collect();
-            self.progress.suspend(|| print_line(&lines.join("\n")));
+            self.progress.suspend(|| print_line(&lines.join("\n")))?;
         }
         self.report.rows.extend(rows);
+        Ok(())
     }
 
     fn end(self, options: &Moe) -> Result<(), String> {
@@ -428,7 +428,7 @@ impl Printer {
             return Ok(());
         }
         if self.is_json {
-            print_line(&serde_json::to_string_pretty(&self.report).unwrap_or_default());
+            print_line(&serde_json::to_string_pretty(&self.report).unwrap_or_default())?;
         }
         match &options.plot {
             None => Ok(()),

@@ -15,7 +15,6 @@ mod report;
 use crossweft_collective::CollectiveError;
 pub(crate) use options::Moe;
 
-use crate::doctor::DEFAULT_RANKS;
 use crate::exit::Exit;
 use crate::job::{self, JobError};
 
@@ -29,7 +28,7 @@ pub(crate) fn run(options: &Moe) -> Exit {
         .and_then(|recorded| {
             let devices = options
                 .device
-                .find(options.ranks.unwrap_or(DEFAULT_RANKS))
+                .find(job::ranks(options.ranks, options.threads).1)
                 .map_err(JobError::Usage)?;
             job::run(
                 &options.job(devices),

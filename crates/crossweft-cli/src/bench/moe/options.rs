@@ -1,7 +1,8 @@
 //! The command line of `bench moe`.
 
 use std::fs;
-use std::path::PathBuf;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -232,6 +233,20 @@ impl Routing {
     }
 }
 
+/// Bytes of a file of recorded routing, at most: what 16 ranks with the most tokens, of 32 experts each, may write.
+const MOST_RECORDED: u64 = 1 << 27;
+
+/// A file of text, however much a device in its place would have to say.
+fn read(path: &Path) -> io::Result<String> {
+    let mut text = Vec::new();
+    let file = fs::File::open(path)?;
+    if file.take(MOST_RECORDED + 1).read_to_end(&mut text)? as u64 > MOST_RECORDED {
+        let much = format!("it has more than {} MiB", MOST_RECORDED >> 20);
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, much));
+    }
+    String::from_utf8(text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
 impl Moe {
     /// What cannot be told from one option alone; and what was recorded, if anything was.
     pub(crate) fn check(&self) -> Result<Option<Recorded>, String> {
@@ -263,7 +278,7 @@ impl Moe {
         };
         let failed =
             |error: &dyn std::fmt::Display| format!("--routing file:{}: {error}", path.display());
-        let text = fs::read_to_string(path).map_err(|e| failed(&e))?;
+        let text = read(path).map_err(|e| failed(&e))?;
         let recorded = Recorded::parse(&text, experts).map_err(|e| failed(&e))?;
         let found = recorded.top_k();
         match self.top_k {
@@ -277,7 +292,12 @@ impl Moe {
     /// The job that is to be run.
     pub(crate) fn job(&self, devices: Devices) -> JobOptions {
         let timeout = Duration::from_secs(self.timeout);
-        JobOptions::new(self.ranks, self.threads, devices, timeout, !self.no_bind)
+        let mut job = JobOptions::new(self.ranks, self.threads, devices, timeout, !self.no_bind);
+        let most = self.tokens.0.iter().copied().max().unwrap_or(0);
+        let row = u64::from(self.hidden) * self.dtype.size() as u64;
+        // What a rank sends, what comes of it, and as much on the way.
+        job.memory = 3 * u64::from(most) * row;
+        job
     }
 
     /// Thread blocks of each rank on a device.
