@@ -424,17 +424,21 @@ impl Endpoint {
         let own: Vec<&String> = statements.iter().map(|(_, ours)| ours).collect();
         let bytes = encode(&self.group, &own, first)?;
         let all = gather::<Vec<String>>(&self.group, &bytes, first, deadline)?;
-        for (index, (what, ours)) in statements.iter().enumerate() {
-            // A rank with fewer has said nothing.
-            let theirs = |all: &[String]| all.get(index).cloned().unwrap_or_default();
-            let mut others = (0..).zip(&all).map(|(rank, all)| (rank, theirs(all)));
-            if let Some((rank, theirs)) = others.find(|(_, theirs)| theirs != ours) {
+        let most = all.iter().map(Vec::len).max().unwrap_or(0);
+        for index in 0..most {
+            let ours = own.get(index).copied();
+            let mut others = (0..).zip(&all).map(|(rank, all)| (rank, all.get(index)));
+            if let Some((rank, theirs)) = others.find(|(_, theirs)| *theirs != ours) {
+                // A rank with fewer has said nothing.
+                let words =
+                    |said: Option<&String>| said.map_or("nothing", String::as_str).to_owned();
+                let what = statements.get(index).map_or(*first, |(what, _)| *what);
                 return Err(ChannelError::Mismatch {
-                    what: (*what).to_owned(),
+                    what: what.to_owned(),
                     rank,
-                    theirs,
+                    theirs: words(theirs),
                     own_rank: self.rank(),
-                    ours: ours.clone(),
+                    ours: words(ours),
                 });
             }
         }

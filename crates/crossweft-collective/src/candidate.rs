@@ -301,7 +301,7 @@ impl Candidate {
         let piece = self.piece(request, max).min(max);
         let most = match SCRATCH_MAX.checked_div(per_chunk) {
             None => max,
-            Some(chunk) if chunk_bytes(piece, plan.chunks) <= chunk => max,
+            Some(chunk) if chunk_of(piece, plan) <= chunk => max,
             Some(chunk) => (chunk / GRANULE * GRANULE)
                 .saturating_mul(plan.chunks.into())
                 .min(max),
@@ -309,11 +309,16 @@ impl Candidate {
         let least = plan.message_bytes.0.max(1);
         if most < least && max >= least {
             return Err(Refusal::Scratch {
-                bytes: chunk_bytes(least, plan.chunks).saturating_mul(per_chunk),
+                bytes: chunk_of(least, plan).saturating_mul(per_chunk),
             });
         }
         Ok(most)
     }
+}
+
+/// Bytes of a chunk, however large a message may be: far more than any memory has, or as many as it is.
+fn chunk_of(bytes: u64, plan: &Plan) -> u64 {
+    chunk_bytes(bytes.min(1 << 62), plan.chunks)
 }
 
 /// A plan of the user's that was checked.

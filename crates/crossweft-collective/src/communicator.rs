@@ -23,7 +23,7 @@ use crate::selection::Selection;
 /// How a communicator behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommunicatorOptions {
-    /// The longest any call may take, waits for peers included. Dead peers are noticed long
+    /// The longest any call may take, waits for peers included; more than a year is a year. Dead peers are noticed long
     /// before; this is for live ones that never come.
     pub timeout: Duration,
 }
@@ -35,6 +35,9 @@ impl Default for CommunicatorOptions {
         }
     }
 }
+
+/// The longest timeout; what is longer may not fit into an [`Instant`].
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// One rank of a job. Calls marked collective must be made by every rank, in the same order.
 #[derive(Clone, Debug)]
@@ -64,7 +67,9 @@ impl Communicator {
         group: Arc<Group>,
         options: CommunicatorOptions,
     ) -> Result<Self, CollectiveError> {
-        let deadline = Instant::now() + options.timeout;
+        let timeout = options.timeout.min(LONGEST);
+        let options = CommunicatorOptions { timeout };
+        let deadline = Instant::now() + timeout;
         let endpoint = Endpoint::on(device, group, deadline)?;
         let selection = Selection::of_job(&endpoint, deadline)?;
         Ok(Self {

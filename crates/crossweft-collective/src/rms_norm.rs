@@ -35,7 +35,7 @@ pub struct RmsNormOptions {
     pub hidden: usize,
     /// What is added to the mean square, not negative.
     pub epsilon: f32,
-    /// Tokens of a call, at most.
+    /// Tokens of a call, at most: fewer than 2^32.
     pub max_tokens: usize,
 }
 
@@ -141,6 +141,11 @@ impl AllReduceRmsNorm {
         }
         if !(epsilon >= 0.0 && epsilon.is_finite()) {
             return Err(usage(format!("an epsilon of {epsilon}")));
+        }
+        if u32::try_from(max_tokens).is_err() {
+            return Err(usage(format!(
+                "{max_tokens} tokens in a call; fewer than 2^32 fit"
+            )));
         }
         let token = hidden * dtype.size();
         let (machine, at_once) = match communicator.device() {

@@ -42,6 +42,39 @@ pub struct TuneOptions {
     pub budget: Duration,
 }
 
+impl TuneOptions {
+    /// All of it in words.
+    fn describe(&self) -> String {
+        let Self {
+            collective,
+            dtype,
+            op,
+            place,
+            max_bytes,
+            budget,
+        } = self;
+        format!("{collective:?} of {dtype} {op}, {place}, up to {max_bytes} B, in {budget:?}")
+    }
+
+    /// Checks that there are sizes to measure: nothing measured would take the place of what a table holds.
+    fn fits(&self, communicator: &Communicator) -> Result<(), CollectiveError> {
+        let (dtype, bytes) = (self.dtype, self.max_bytes);
+        let (i, o) = blocks(self.collective, communicator.world_size());
+        let largest = bytes.checked_mul(u64::from(i.max(o)));
+        let reason = if bytes < dtype.size() as u64 {
+            format!(
+                "messages of up to {bytes} B hold no element of {dtype}: there is nothing to tune"
+            )
+        } else if largest.is_none_or(|bytes| isize::try_from(bytes).is_err()) {
+            format!("buffers for messages of {bytes} B are larger than memory can be")
+        } else {
+            return Ok(());
+        };
+        let rank = communicator.rank();
+        Err(CollectiveError::Usage { rank, reason })
+    }
+}
+
 /// How far it is.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
@@ -75,13 +108,21 @@ pub struct Tuned {
 /// communicator choose by it. Collective; blocks.
 ///
 /// # Errors
-/// [`CollectiveError`]: a call failed, ranks disagree, a peer died, or the table cannot be written.
+/// [`CollectiveError`]: a call failed, ranks disagree, a peer died, or the table cannot be written;
+/// [`CollectiveError::Usage`], with nothing measured, where there is no size to measure.
 pub fn tune(
     communicator: &Communicator,
     options: &[TuneOptions],
     cache: &Cache,
     mut progress: impl FnMut(&Progress),
 ) -> Result<Tuned, CollectiveError> {
+    // Ranks that have other budgets would make other numbers of calls.
+    let asked: Vec<String> = options.iter().map(TuneOptions::describe).collect();
+    let (endpoint, deadline) = (communicator.endpoint(), communicator.deadline());
+    endpoint.agree(&asked.join("; "), "tuning", deadline)?;
+    for one in options {
+        one.fits(communicator)?;
+    }
     let selection = communicator.selection();
     let world_size = communicator.world_size();
     let fingerprint = selection.fingerprint().clone();
@@ -162,6 +203,11 @@ fn to_write(selection: &Selection, table: &TuningTable, cache: &Cache) -> String
         there.insert(new.clone());
     }
     there.to_json()
+}
+
+/// Blocks of a message in the input and in the output.
+fn blocks(collective: Collective, world_size: u32) -> (u32, u32) {
+    collective.blocks(world_size).unwrap_or((1, 1))
 }
 
 /// Sizes up to `max` that are measured, each a multiple of `unit`: powers of two, and where calls take long enough to
@@ -262,7 +308,7 @@ impl<'a> Tuner<'a> {
             ..
         } = *options;
         let world_size = communicator.world_size();
-        let (i, o) = collective.blocks(world_size).unwrap_or((1, 1));
+        let (i, o) = blocks(collective, world_size);
         let (input, output) = (max_bytes * u64::from(i), max_bytes * u64::from(o));
         let mut prepare = CollectiveOptions::new(dtype, op, max_bytes).in_place(false);
         let on_cpu = matches!(communicator.device(), hal::Device::Cpu);

@@ -22,6 +22,21 @@ fn job<T: Send>(
     run_in_threads(ranks, options, rank_main).unwrap()
 }
 
+/// Longer than any clock counts.
+#[test]
+fn a_timeout_may_have_any_length() {
+    let options = CommunicatorOptions {
+        timeout: Duration::MAX,
+    };
+    let sums = run_in_threads(2, options, |communicator| {
+        let options = AllReduceOptions::new(DataType::U8, ReduceOp::Sum, 1);
+        let mut sum = [1 + communicator.rank() as u8];
+        communicator.all_reduce(options)?.run_in_place(&mut sum)?;
+        Ok(sum)
+    });
+    assert_eq!(sums.unwrap(), [[3], [3]]);
+}
+
 /// Where the buffers are.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {

@@ -45,6 +45,29 @@ fn collectives(ranks: u32) -> Vec<Collective> {
     all
 }
 
+#[test]
+fn messages_that_no_memory_could_hold_are_refused() {
+    job(2, |communicator| {
+        let several = [
+            Collective::AllGather,
+            Collective::ReduceScatter,
+            Collective::AllToAll,
+            Collective::Scatter { root: 1 },
+        ];
+        for collective in several {
+            let private = [Algorithm::OneShot, Algorithm::Staged, Algorithm::Pipelined];
+            for algorithm in private.map(Some).into_iter().chain([None]) {
+                let mut options = CollectiveOptions::copies(DataType::U8, u64::MAX);
+                options.algorithm = algorithm;
+                let error = communicator.collective(collective, options).unwrap_err();
+                let words = "its scratch memory would be too large";
+                assert!(error.to_string().contains(words), "{error}");
+            }
+        }
+        Ok(())
+    });
+}
+
 /// Where the buffers are.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {

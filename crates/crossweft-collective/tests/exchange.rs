@@ -793,6 +793,11 @@ fn bad_calls_are_refused_and_change_nothing() {
             let options = ExchangeOptions::default().rings(slots, slot_bytes);
             refused(communicator.exchange(&options).map(drop), words);
         }
+        for lanes in [0, 4097, u32::MAX] {
+            let options = ExchangeOptions::default().rings(1, 128).lanes(lanes);
+            let words = format!("{lanes} lanes of 1 slots of 128 bytes cannot be");
+            refused(communicator.exchange(&options).map(drop), &words);
+        }
         let differing = ExchangeOptions::default().rings(2 << rank, 128);
         let error = communicator.exchange(&differing).unwrap_err();
         assert_words(&error, &["ranks disagree", "2 slots", "4 slots"]);

@@ -10,6 +10,7 @@ use crossweft_collective::{
     Algorithm, AllReduceOptions, Collective, CollectiveError, CollectiveOptions, Communicator,
     CommunicatorOptions, DataType, Memory, ReduceOp, Scalar, run_in_threads,
 };
+use crossweft_executor::{Options, Prepared};
 
 const RANKS: u32 = 3;
 
@@ -343,4 +344,30 @@ fn memories_in_another_order_are_found_when_a_collective_is_prepared() {
     assert_words(&errors[0], &["rank 1", "memory"]);
     assert_words(&errors[1], &["rank 0", "memory"]);
     assert_words(&errors[2], &["rank 1", "memory"]);
+}
+
+/// All of what one rank prepares is what the others prepare first.
+#[test]
+fn ranks_that_prepare_more_plans_than_others_are_told_as_those_are() {
+    let errors = errors(|communicator| {
+        let plans = [Algorithm::OneShot, Algorithm::Ring].map(|one| one.plan(RANKS, 1).unwrap());
+        let options = Options::new(DataType::F32, ReduceOp::Sum, 64);
+        let mut all: Vec<_> = plans.iter().map(|plan| (plan, options.clone())).collect();
+        all.truncate(if communicator.rank() == 1 { 1 } else { 2 });
+        let deadline = Instant::now() + communicator.timeout();
+        let prepared = Prepared::prepare_all(communicator.endpoint(), &all, deadline);
+        Ok(prepared.unwrap_err().to_string())
+    });
+    for rank in [0, 2] {
+        let words = [
+            "preparing plan `ring`",
+            "rank 1 says nothing",
+            "plan `ring`",
+        ];
+        assert_words(&errors[rank], &words);
+    }
+    assert_words(
+        &errors[1],
+        &["rank 0 says plan `ring`", "rank 1 says nothing"],
+    );
 }

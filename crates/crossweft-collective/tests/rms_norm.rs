@@ -214,6 +214,7 @@ fn what_does_not_fit_is_said() {
                 "a multiple of 8 from 8 to 16384",
             ),
             (negative, "an epsilon of -1"),
+            (options(DataType::F32, 8, 1 << 32), "fewer than 2^32 fit"),
         ] {
             let error = communicator.all_reduce_rms_norm(options).unwrap_err();
             assert!(matches!(error, CollectiveError::Usage { .. }), "{error}");

@@ -951,6 +951,70 @@ fn a_table_that_cannot_be_written_is_an_error_on_every_rank() {
     assert!(errors[1].contains("rank 0 failed"), "{}", errors[1]);
 }
 
+/// The budget says how many calls are made.
+#[test]
+fn ranks_that_tune_otherwise_hear_of_it_before_anything_is_measured() {
+    let errors = run_in_threads(2, OPTIONS, |communicator| {
+        let options = [TuneOptions {
+            collective: Collective::AllReduce,
+            dtype: DataType::F32,
+            op: ReduceOp::Sum,
+            place: Place::Private,
+            max_bytes: 8,
+            budget: Duration::from_secs(1 + u64::from(communicator.rank())),
+        }];
+        let mut begun = 0;
+        let cache = Cache::at(Path::new("/nowhere"));
+        let tuned = tune(communicator, &options, &cache, |_| begun += 1);
+        assert_eq!(begun, 0);
+        communicator.barrier()?;
+        Ok(tuned.unwrap_err().to_string())
+    })
+    .unwrap();
+    for error in errors {
+        assert!(error.contains("while tuning"), "{error}");
+        assert!(
+            error.contains("in 1s") && error.contains("in 2s"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn tuning_that_has_nothing_to_measure_leaves_tables_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let fingerprint = fingerprint_of_two();
+    write_table(folder.path(), &fingerprint, &built_in(), &ODD);
+    for (max_bytes, reason) in [
+        (0, "nothing to tune"),
+        (3, "nothing to tune"),
+        (u64::MAX - 7, "larger than memory can be"),
+        (1 << 63, "larger than memory can be"),
+    ] {
+        let options = [8, max_bytes].map(|max_bytes| TuneOptions {
+            collective: Collective::AllReduce,
+            dtype: DataType::F32,
+            op: ReduceOp::Sum,
+            place: Place::Private,
+            max_bytes,
+            budget: Duration::ZERO,
+        });
+        let errors = run_in_threads(2, OPTIONS, |communicator| {
+            let mut begun = 0;
+            let cache = Cache::at(folder.path());
+            let tuned = tune(communicator, &options, &cache, |_| begun += 1);
+            assert_eq!(begun, 0);
+            Ok(tuned.unwrap_err().to_string())
+        });
+        for error in errors.unwrap() {
+            assert!(error.contains(reason), "{error}");
+        }
+    }
+    let later = Selection::decide(fingerprint, 2, cached(folder.path())).unwrap();
+    let rows = later.table().unwrap().measurements().iter();
+    assert_eq!(rows.map(|m| m.rows.len()).collect::<Vec<_>>(), [4]);
+}
+
 #[test]
 fn tuning_keeps_what_a_table_holds_that_was_turned_off() {
     let folder = tempfile::tempdir().unwrap();

@@ -43,7 +43,7 @@ pub struct ExchangeOptions {
     /// Bytes of a slot: a multiple of 64, at least 128. Each rank has a ring for every rank. On GPUs that keep lines whole, slots
     /// are 8 KiB larger than that, for small messages.
     pub slot_bytes: u64,
-    /// Rings of each pair. A large message is spread over them, for as many thread blocks: one on the CPU.
+    /// Rings of each pair, up to 4096. A large message is spread over them, for as many thread blocks: one on the CPU.
     pub lanes: u32,
     /// Registered memories from which receivers copy large messages themselves, which saves one copy.
     pub memories: Vec<Arc<RegisteredMemory>>,
@@ -57,6 +57,8 @@ pub struct ExchangeOptions {
 const LANE_STEP: u64 = 32 << 10;
 /// Lanes of a pair on GPUs: a thread block of each is sent by, and one received by, on a device of some 130 multiprocessors.
 const MOST_LANES: u32 = 64;
+/// No device has thread blocks for more.
+const LANES_LIMIT: u32 = 4096;
 /// Fewer between more ranks, to which a rank's messages are spread as well: about so many rings of a rank.
 const RINGS: u32 = 256;
 
@@ -761,7 +763,8 @@ impl Exchange {
                 "{lanes} lanes of {slots} slots of {slot_bytes} bytes cannot be"
             ))
         };
-        let pairs = lanes.checked_mul(ranks).filter(|_| lanes > 0);
+        let pairs = lanes.checked_mul(ranks);
+        let pairs = pairs.filter(|_| (1..=LANES_LIMIT).contains(&lanes));
         let pairs = pairs.ok_or_else(too_much)?;
         // Which are aligned to themselves, as are the rings then.
         let (of_lines, unit) = match endpoint.keeps_lines() {

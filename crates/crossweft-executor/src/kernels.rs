@@ -101,21 +101,22 @@ impl PlanKernels {
     }
 }
 
-/// Has each rank of a host compile a part of `entries`, which are the same on every rank, for a plan of that name. What it
-/// returns keeps those of this rank loaded. Collective.
+/// Has each rank of a host compile a part of `entries`, which are the same on every rank, for a plan of that name; if one has
+/// none, all hear of it. What it returns keeps those of this rank loaded. Collective.
 pub(crate) fn compile_together(
     (endpoint, context): (&Endpoint, &Arc<Context>),
-    entries: impl IntoIterator<Item = Entry>,
+    entries: Result<Vec<Entry>, CudaError>,
     plan: &str,
     deadline: Instant,
 ) -> Result<Vec<Kernel>, ExecutorError> {
-    let entries: BTreeMap<&str, Entry> = entries.into_iter().map(|e| (e.name, e)).collect();
-    let ranks = (0..endpoint.world_size()).filter(|&rank| endpoint.is_mappable(rank));
-    let shares = share_out(entries.into_values().collect(), &ranks.collect::<Vec<_>>());
-    let own = shares.iter().filter(|(rank, _)| *rank == endpoint.rank());
-    let loaded: Result<Vec<Kernel>, CudaError> =
-        own.map(|(_, entry)| entry.load(context)).collect();
-    let loaded = loaded.map_err(|error| ExecutorError::Hal {
+    let load = |entries: Vec<Entry>| -> Result<Vec<Kernel>, CudaError> {
+        let entries: BTreeMap<&str, Entry> = entries.into_iter().map(|e| (e.name, e)).collect();
+        let ranks = (0..endpoint.world_size()).filter(|&rank| endpoint.is_mappable(rank));
+        let shares = share_out(entries.into_values().collect(), &ranks.collect::<Vec<_>>());
+        let own = shares.iter().filter(|(rank, _)| *rank == endpoint.rank());
+        own.map(|(_, entry)| entry.load(context)).collect()
+    };
+    let loaded = entries.and_then(load).map_err(|error| ExecutorError::Hal {
         plan: plan.to_owned(),
         source: error.into(),
     });
@@ -159,16 +160,14 @@ pub fn compile(
     let Device::Cuda(context) = endpoint.device() else {
         return Ok(());
     };
-    let kernels: Result<Vec<PlanKernels>, CudaError> = dtypes
-        .iter()
-        .map(|&dtype| PlanKernels::new(context, dtype))
-        .collect();
-    let kernels = kernels.map_err(|error| ExecutorError::Hal {
-        plan: plan.clone(),
-        source: error.into(),
-    })?;
-    let all = kernels.iter().flat_map(PlanKernels::all);
-    compile_together((endpoint, context), all, &plan, deadline).map(drop)
+    let all = || -> Result<Vec<Entry>, CudaError> {
+        let mut all = Vec::new();
+        for &dtype in dtypes {
+            all.extend(PlanKernels::new(context, dtype)?.all());
+        }
+        Ok(all)
+    };
+    compile_together((endpoint, context), all(), &plan, deadline).map(drop)
 }
 
 #[cfg(test)]

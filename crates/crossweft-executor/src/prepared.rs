@@ -12,7 +12,7 @@ use crossweft_device::program::Program;
 use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, ReduceOp};
 use crossweft_hal::cpu::{Grid, Schedule, reducer};
-use crossweft_hal::cuda::{self, Stream};
+use crossweft_hal::cuda::{self, CudaError, Stream};
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_plan::{Buffer, Collective, InPlace, Plan};
 
@@ -168,14 +168,10 @@ fn kernels(
     endpoint: &Endpoint,
     context: &cuda::Context,
     plans: &[(&Plan, Options)],
-) -> Result<Vec<Entry>, ExecutorError> {
+) -> Result<Vec<Entry>, CudaError> {
     let mut all = Vec::new();
     for (plan, options) in plans {
-        let kernels = PlanKernels::new(context, options.dtype);
-        let kernels = kernels.map_err(|error| ExecutorError::Hal {
-            plan: plan.name.clone(),
-            source: error.into(),
-        })?;
+        let kernels = PlanKernels::new(context, options.dtype)?;
         all.push(kernels.executor());
         if options.fused {
             let forms = Form::all(plan, takes_lines(endpoint, plan, options));
@@ -285,7 +281,7 @@ impl Prepared {
         // Loaded until each launcher has those it needs.
         let _compiled = match endpoint.device() {
             Device::Cuda(context) => {
-                let needed = kernels(endpoint, context, plans)?;
+                let needed = kernels(endpoint, context, plans);
                 compile_together((endpoint, context), needed, &first.name, deadline)?
             }
             _ => Vec::new(),
@@ -314,15 +310,11 @@ impl Prepared {
             let semaphores = (&common.semaphores, common.first[index]);
             let ports = plan.has_ports();
             let channels = Channels::new(endpoint, own, semaphores, &memories, ports, deadline);
-            let channels = channels.map_err(|source| of_channel(plan, source))?;
-            // What goes wrong from here on does so on this rank alone: the others are told below.
-            let draft = Draft::new(
-                &mut image,
-                (plan, rank),
-                channels,
-                &memories,
-                options.first_epoch,
-            );
+            // What goes wrong with these and behind them does so on this rank alone: the others are told below.
+            let draft = channels.and_then(|channels| {
+                let place: (&Plan, u32) = (plan, rank);
+                Draft::new(&mut image, place, channels, &memories, options.first_epoch)
+            });
             let draft = draft.map_err(|source| of_channel(plan, source));
             let machine = machine(endpoint, plan, &memories, options);
             let made = draft.and_then(|draft| Ok((draft, machine?)));

@@ -248,8 +248,19 @@ fn serve(
         if poll::until(&mut fds, Instant::now() + Duration::from_secs(60)).is_err() {
             return;
         }
-        let Ok((mut client, _)) = listener.accept() else {
-            continue;
+        let mut client = match listener.accept() {
+            Ok((client, _)) => client,
+            Err(error) => {
+                if !matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                ) {
+                    tracing::warn!(%error, "could not accept whoever asks for the unique id");
+                    // Out of descriptors: do not spin until some are free again.
+                    std::thread::sleep(RETRY);
+                }
+                continue;
+            }
         };
         if !is_own_user(client.as_fd()) {
             tracing::warn!("another user asked for the unique id and was turned away");

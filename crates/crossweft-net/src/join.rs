@@ -18,6 +18,7 @@ use crate::message::{
     Answer, Control, Hello, MAX_MESSAGE, MAX_TABLE, Member, Message, Missing, to_vec,
 };
 use crate::poll;
+use crate::root::MAX_REASON;
 use crate::unique_id::UniqueId;
 
 /// How long a connection to this rank's listener may take to prove the secret.
@@ -93,7 +94,9 @@ impl Joiner<'_> {
         if let NetError::Aborted { by, reason, .. } = error
             && *by == self.rank
         {
-            root.send(Kind::Abort, reason.as_bytes());
+            // No more than the rendezvous takes.
+            let length = reason.floor_char_boundary(MAX_REASON);
+            root.send(Kind::Abort, &reason.as_bytes()[..length]);
             let _ = root.flush();
         }
         let (by, reason) = (self.rank, error.to_string());

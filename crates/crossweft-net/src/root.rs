@@ -29,7 +29,7 @@ const RETURN: Duration = Duration::from_secs(3);
 /// Ranks whose refusals are remembered.
 const MAX_REFUSED: usize = 16;
 /// The longest reason passed on.
-const MAX_REASON: usize = 1024;
+pub(crate) const MAX_REASON: usize = 1024;
 /// How often joiners are told who is missing.
 const TELL: Duration = Duration::from_secs(1);
 /// How often the log says who is missing.
@@ -185,7 +185,11 @@ impl Root {
                     let rank = *rank;
                     match decoder.next_message() {
                         Ok(None) => {}
-                        Ok(Some((Kind::Hello, body))) => self.hello(client, rank, &body, now),
+                        Ok(Some((Kind::Hello, body))) => {
+                            self.hello(client, rank, &body, now);
+                            // It may have said more, and nothing else will come.
+                            self.hear(client, now);
+                        }
                         // The version is in every frame: a joiner of another one deserves an answer.
                         Err(crate::frame::FrameError::Version(theirs)) => {
                             self.refuse(
@@ -200,22 +204,31 @@ impl Root {
                         Ok(Some(_)) | Err(_) => self.drop_stranger(client, "it did not say hello"),
                     }
                 }
-                Phase::Joined {
-                    world_size,
-                    rank,
-                    decoder,
-                } => {
+                Phase::Joined { decoder, .. } => {
                     decoder.feed(std::mem::take(&mut bytes));
-                    let member = (*world_size, *rank);
-                    match decoder.next_message() {
-                        Ok(Some((Kind::Ready, _))) => self.ready(member),
-                        Ok(Some((Kind::Abort, reason))) => self.abort(member.1, &reason),
-                        Ok(None) => {}
-                        Ok(Some(_)) | Err(_) => {
-                            self.outputs.push_back(RootOutput::Drop(client));
-                            self.lost(client, now);
-                        }
-                    }
+                    self.hear(client, now);
+                }
+            }
+        }
+    }
+
+    /// Takes in what a rank that has joined has said.
+    fn hear(&mut self, client: Client, now: Instant) {
+        while let Some(connection) = self.connections.get_mut(&client)
+            && let Phase::Joined {
+                world_size,
+                rank,
+                decoder,
+            } = &mut connection.phase
+        {
+            let member = (*world_size, *rank);
+            match decoder.next_message() {
+                Ok(Some((Kind::Ready, _))) => self.ready(member),
+                Ok(Some((Kind::Abort, reason))) => self.abort(member.1, &reason),
+                Ok(None) => return,
+                Ok(Some(_)) | Err(_) => {
+                    self.outputs.push_back(RootOutput::Drop(client));
+                    self.lost(client, now);
                 }
             }
         }
@@ -388,8 +401,10 @@ impl Root {
         self.refused.remove(&rank);
         self.lost.retain(|lost, _| lost.1 != rank);
 
-        if let Some(connection) = self.connections.get_mut(&client) {
-            let decoder = Decoder::new(MAX_HELLO);
+        if let Some(connection) = self.connections.get_mut(&client)
+            && let Phase::Greeting(_, decoder) = &mut connection.phase
+        {
+            let decoder = std::mem::replace(decoder, Decoder::new(0));
             connection.phase = Phase::Joined {
                 world_size,
                 rank,
@@ -405,6 +420,8 @@ impl Root {
             },
         );
         if rank == 0 {
+            // Of another world, they are missed by nobody.
+            self.lost.retain(|lost, _| lost.0 == world_size);
             let wrong: Vec<_> = self
                 .joined
                 .keys()
@@ -676,6 +693,8 @@ mod tests {
         key: Key,
         now: Instant,
         build: String,
+        /// What joiners say right behind their hello.
+        after_hello: Vec<u8>,
         clients: BTreeMap<Client, Joiner>,
         closed: Vec<Client>,
         verdict: Option<Result<(), NetError>>,
@@ -699,6 +718,7 @@ mod tests {
                 key,
                 now,
                 build: BUILD.to_owned(),
+                after_hello: Vec::new(),
                 clients,
                 closed,
                 verdict: None,
@@ -736,7 +756,8 @@ mod tests {
                 world_size,
                 member,
             });
-            let hello = encode(Kind::Hello, &hello).flatten().collect();
+            let mut hello: Vec<u8> = encode(Kind::Hello, &hello).flatten().collect();
+            hello.extend_from_slice(&self.after_hello);
             let decoder = Decoder::new(1 << 20);
             self.clients.insert(
                 client,
@@ -951,6 +972,31 @@ mod tests {
             sim.verdict,
             Some(Err(NetError::Aborted { by: 1, .. }))
         ));
+    }
+
+    /// As from a rank that is cancelled while it joins: both may come at once, and then the end of the connection.
+    #[test]
+    fn a_reason_that_comes_with_the_hello_counts() {
+        let mut sim = Simulator::new();
+        sim.join(0, 0, 3);
+        sim.after_hello = encode(Kind::Abort, "enough".as_bytes()).flatten().collect();
+        sim.join(1, 1, 3);
+        sim.root.lost(1, sim.now);
+        sim.pump();
+        let reason = "enough".to_owned();
+        assert_eq!(sim.last(0), Some(&Answer::Aborted { by: 1, reason }));
+    }
+
+    #[test]
+    fn a_rank_of_another_world_that_is_lost_is_not_missed() {
+        let mut sim = Simulator::new();
+        sim.join(7, 2, 3);
+        sim.root.lost(7, sim.now);
+        sim.join(0, 0, 2);
+        sim.pass(RETURN);
+        assert!(sim.verdict.is_none(), "{:?}", sim.verdict);
+        sim.join(1, 1, 2);
+        assert!(matches!(sim.last(0), Some(Answer::Table(_))));
     }
 
     #[test]

@@ -474,17 +474,27 @@ impl Plan {
     /// messages later it has read them: whoever writes then has heard of it in the one between.
     #[must_use]
     pub fn scratch_bytes(&self, bytes: u64) -> Option<(u64, u64)> {
-        let half = chunk_bytes(bytes, self.chunks).checked_mul(self.scratch_slots.into())?;
+        let half = self.slots_bytes(bytes, self.scratch_slots)?;
         Some((half, half.checked_mul(2)?))
     }
 
     /// Bytes of packet memory that messages of up to `bytes` bytes need: `(one half, all)`, whole cache lines.
     #[must_use]
     pub fn packet_bytes(&self, bytes: u64) -> Option<(u64, u64)> {
-        let payload = chunk_bytes(bytes, self.chunks).checked_mul(self.packet_slots.into())?;
+        let payload = self.slots_bytes(bytes, self.packet_slots)?;
         let half = payload.checked_mul(WORD / PAYLOAD)?;
         let half = half.checked_next_multiple_of(CACHE_LINE)?;
         Some((half, half.checked_mul(2)?))
+    }
+
+    /// Bytes of so many slots, each of one chunk.
+    fn slots_bytes(&self, bytes: u64, slots: u32) -> Option<u64> {
+        if slots == 0 {
+            return Some(0);
+        }
+        // A chunk is rounded up.
+        bytes.checked_next_multiple_of(GRANULE)?;
+        chunk_bytes(bytes, self.chunks).checked_mul(slots.into())
     }
 
     /// Every operation with its rank; those inside loops instead of the loops.

@@ -339,6 +339,25 @@ fn semaphores_order_blocks() {
     refused_for(build(false, false), Code::Pairing);
 }
 
+/// What there is at first is a number, not so many signals to be stored.
+#[test]
+fn a_semaphore_may_have_any_number_at_first() {
+    for blocks in [1, 2] {
+        let mut b = pair(blocks);
+        let many = b.semaphore(0, u32::MAX);
+        for block in 0..blocks {
+            b.at(0, block)
+                .op(Op::Acquire {
+                    semaphores: semaphores(&[many]),
+                })
+                .op(Op::Release {
+                    semaphores: semaphores(&[many]),
+                });
+        }
+        accepted(b);
+    }
+}
+
 #[test]
 fn who_acquires_is_not_left_to_chance() {
     // Two consumers, fed at once: both get theirs.

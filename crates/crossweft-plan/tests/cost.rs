@@ -231,6 +231,40 @@ fn blocks_share_their_ranks_link() {
 }
 
 #[test]
+fn a_semaphore_may_have_any_number_at_first() {
+    let mut b = builder(1, 1);
+    let semaphore = b.semaphore(0, u32::MAX);
+    let semaphores = vec![semaphore];
+    b.at(0, 0)
+        .op(Op::Acquire {
+            semaphores: semaphores.clone(),
+        })
+        .op(Op::Release { semaphores });
+    // 10, then 1 each.
+    assert_eq!(run(&b.finish().unwrap()).total_us, Some(12.0));
+}
+
+/// Times are whole numbers of picoseconds, of which there are not enough for everything that a topology may say.
+#[test]
+fn what_takes_too_long_is_an_error() {
+    let mut slow = machine();
+    (slow.memory.block_gbps, slow.node.gbps) = (1e-3, 1e-3);
+    let mut b = builder(2, 1);
+    let from = vec![input(1); 64];
+    b.at(0, 0).reduce(ALL, from, vec![output(0)]);
+    let plan = b.finish().unwrap();
+    let error = predict(&plan, &slow, 1 << 40).unwrap_err();
+    assert!(matches!(error, CostError::TooLong { .. }), "{error}");
+    assert!(predict(&plan, &slow, 1 << 20).unwrap().total_us.is_some());
+    assert!(
+        predict(&plan, &machine(), 1 << 40)
+            .unwrap()
+            .total_us
+            .is_some()
+    );
+}
+
+#[test]
 fn a_put_passes_through_the_proxy() {
     let mut b = builder(2, 1);
     let (there, back) = b.connect_port(0, 1);

@@ -400,6 +400,17 @@ fn faults_name_their_lines() {
 }
 
 #[test]
+fn a_custom_program_has_no_more_outputs_than_can_be_stated() {
+    let mut options = Options::new("large", Collective::Custom, 4096);
+    options.shape = (1, 1 << 20);
+    let error = Program::new(options).unwrap_err().to_string();
+    assert!(
+        error.contains("1048576 chunks of output on each of 4096 ranks"),
+        "{error}"
+    );
+}
+
+#[test]
 fn the_same_plan_has_the_same_hash() {
     let hash = |program: &Program| program.compile().unwrap().plan.content_hash();
     let (three, four) = (plain_all_gather(3).unwrap(), plain_all_gather(4).unwrap());

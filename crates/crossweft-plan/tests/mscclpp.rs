@@ -546,6 +546,30 @@ fn in_place_plans_use_the_larger_buffer() {
     }
 }
 
+/// Their executor ignores what operations say they reduce with.
+#[test]
+fn reductions_other_than_sums_are_warned_of() {
+    let reduce = |op: &str| json!({ "name": "re", "reduce_op": op, "src_buff": [own("i", 0), own("i", 1)], "dst_buff": [own("o", 0)] });
+    let looped = json!({
+        "name": "pipeline", "iter_context": { "unit_size": 1024, "num_chunks": 1 }, "ops": [reduce("max")],
+    });
+    for (ops, named) in [
+        (json!([reduce("sum")]), None),
+        (json!([reduce("sum"), reduce("min")]), Some("`min`")),
+        (json!([looped]), Some("`max`")),
+    ] {
+        let Imported { plan, warnings } = read(&file("test", (2, 1, 0), ops)).unwrap();
+        assert_eq!(plan.reduce_op, Some(ReduceOp::Sum));
+        match named {
+            None => assert_eq!(warnings, Vec::<String>::new()),
+            Some(named) => assert!(
+                warnings.len() == 1 && warnings[0].contains(named),
+                "{warnings:?}"
+            ),
+        }
+    }
+}
+
 #[test]
 fn limits_of_their_executor_are_warnings_here_and_errors_there() {
     let nops = |count: usize| Value::Array(vec![json!({ "name": "nop" }); count]);

@@ -47,11 +47,13 @@ fn a_file_holds_the_whole_plan() {
     // 100 bytes in 2 chunks of 64 (granules of 16): 3 slots of 64, twice.
     assert_eq!(plan.scratch_bytes(100), Some((192, 384)));
     assert_eq!(plan.packet_bytes(100), Some((128, 256)));
-    assert_eq!(
-        plan.scratch_bytes(u64::MAX),
-        None,
-        "absurd sizes are not wrapped"
-    );
+    for chunks in [1, 2] {
+        let mut plan = plan.clone();
+        plan.chunks = chunks;
+        // Absurd sizes are not wrapped.
+        assert_eq!(plan.scratch_bytes(u64::MAX), None);
+        assert_eq!(plan.packet_bytes(u64::MAX), None);
+    }
 }
 
 /// Changes the plan, and expects a refusal that contains `words`.

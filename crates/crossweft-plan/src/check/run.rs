@@ -50,7 +50,8 @@ type Queued = (Option<Rc<[u32]>>, Option<Rc<[u32]>>);
 struct Counter {
     arrived: u64,
     taken: u64,
-    /// One block signals: the payloads of signals that were not taken yet, and of the last taken.
+    /// One block signals: the payloads of signals that were not taken yet, and of the last taken. What a semaphore has at
+    /// first is taken before, and tells nothing.
     queue: VecDeque<Queued>,
     newest: Option<Rc<[u32]>>,
     /// Several blocks signal: all of them.
@@ -154,7 +155,6 @@ impl<'a> Run<'a> {
         }
         let counters = compiled.counters.iter().map(|info| Counter {
             arrived: info.initial.into(),
-            queue: (0..info.initial).map(|_| (None, None)).collect(),
             ..Counter::default()
         });
         Self {
@@ -690,14 +690,17 @@ impl<'a> Run<'a> {
             // Of those before, the last one that is not relaxed knew most.
             let counter = &mut self.counters[id];
             let mut begun = None;
+            let sent = position.saturating_sub(info.initial.into());
             if info.waits.len() <= 1 || !info.semaphore {
-                if let Some((payload, start)) = counter.queue.pop_front() {
+                if sent > 0
+                    && let Some((payload, start)) = counter.queue.pop_front()
+                {
                     counter.newest = payload.or(counter.newest.take());
                     begun = start;
                 }
             } else {
                 // Several blocks acquire: signals are kept, each taker knows those up to its own.
-                let newest = counter.queue.iter().take(position as usize).rev();
+                let newest = counter.queue.iter().take(sent as usize).rev();
                 counter.newest = newest.filter_map(|(payload, _)| payload.clone()).next();
             }
             let payload = counter.newest.clone();

@@ -33,6 +33,8 @@ pub use topology::{Cache, Costs, Link, Memory, Nodes, Topology, TopologyError};
 pub const MAX_MESSAGE_BYTES: u64 = 1 << 40;
 /// Most steps that are simulated.
 pub const MAX_STEPS: u64 = 1 << 20;
+/// Longest time that is simulated, in microseconds: eleven days.
+pub const MAX_US: f64 = 1e12;
 
 /// Why there is no prediction.
 #[derive(Debug, thiserror::Error)]
@@ -66,6 +68,21 @@ pub enum CostError {
         bytes: u64,
         /// Its steps: operations, each as often as loops repeat it.
         steps: u64,
+    },
+    /// It could take longer than is simulated.
+    #[error(
+        "plan `{plan}` could take {us:e} us with messages of {bytes} bytes on topology `{topology}`; {MAX_US:e} can \
+         be simulated: try a smaller size, or look at the topology's rates"
+    )]
+    TooLong {
+        /// The plan's name.
+        plan: String,
+        /// The size asked for.
+        bytes: u64,
+        /// The topology's name.
+        topology: String,
+        /// Microseconds, if everything happened one after the other.
+        us: f64,
     },
 }
 
@@ -198,6 +215,15 @@ pub fn predict(plan: &Plan, topology: &Topology, bytes: u64) -> Result<Timeline,
             plan: plan.name.clone(),
             bytes,
             steps,
+        });
+    }
+    let us = simulate::longest_us(plan, topology, bytes, steps);
+    if us > MAX_US {
+        return Err(CostError::TooLong {
+            plan: plan.name.clone(),
+            bytes,
+            topology: topology.name.clone(),
+            us,
         });
     }
     Ok(simulate::simulate(plan, topology, &nodes, bytes))

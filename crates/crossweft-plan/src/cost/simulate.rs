@@ -12,7 +12,7 @@ use crossweft_device::packet::{PAYLOAD, WORD};
 use super::shared::{Shared, Time};
 use super::{Edge, Hop, Reason, Step, Timeline, Topology};
 use crate::check::compile::{Action, Compiled, Data, Geometry, Place, Steps};
-use crate::plan::{InPlace, Op, Plan};
+use crate::plan::{Chunks, InPlace, Op, Plan};
 
 fn ps(us: f64) -> Time {
     (us * 1e6).round() as Time
@@ -43,6 +43,50 @@ pub(super) fn steps(plan: &Plan, bytes: u64) -> u64 {
     };
     let blocks = plan.ranks.iter().flat_map(|rank| &rank.blocks);
     blocks.flatten().map(of).fold(0, u64::saturating_add)
+}
+
+/// Microseconds that one execution of so many steps cannot pass, whatever waits for what: all of it one behind the other.
+pub(super) fn longest_us(plan: &Plan, topology: &Topology, bytes: u64, steps: u64) -> f64 {
+    let Topology {
+        node,
+        network,
+        memory,
+        costs,
+        ..
+    } = topology;
+    let cache = memory.cache.map(|cache| cache.block_gbps);
+    let slowest = [
+        node.gbps,
+        network.gbps,
+        memory.block_gbps,
+        memory.block_packet_gbps,
+        memory.rank_gbps,
+        cache.unwrap_or(memory.block_gbps),
+    ];
+    let slowest = slowest.into_iter().fold(f64::INFINITY, f64::min);
+    let chunk = chunk_bytes(bytes, plan.chunks) as f64;
+    let of = |(_, op): (u32, &Op)| {
+        let (from, to) = op.operands();
+        let Chunks { count, slice, .. } = op.chunks()?;
+        let bytes = chunk * f64::from(count) / f64::from(slice.1) + GRANULE as f64;
+        Some(bytes * (from.len() + to.len()) as f64)
+    };
+    let moved: f64 = plan.all_ops().filter_map(of).sum();
+    // By its thread block, and over the links of two ranks.
+    let moving = 3.0 * memory.packet_bytes * moved / slowest / 1000.0;
+    let each = [
+        2.0 * node.latency_us,
+        2.0 * network.latency_us,
+        costs.op_us,
+        costs.signal_us,
+        costs.wait_us,
+        costs.packet_us,
+        costs.semaphore_us,
+        costs.barrier_us,
+        costs.proxy_us,
+    ];
+    let each: f64 = each.into_iter().sum();
+    costs.launch_us + moving + each * steps as f64
 }
 
 /// Something on which another thing waited, and when it let go.
@@ -91,8 +135,10 @@ enum Event {
 /// A counter: what has arrived and was not taken.
 #[derive(Debug, Default)]
 struct Counter {
-    /// The step that sent it, when, and whether by a proxy; none for a semaphore's initial value.
-    arrived: VecDeque<Option<Signal>>,
+    /// Of what a semaphore has at first: what was not taken.
+    initial: u32,
+    /// The step that sent it, when, and whether by a proxy.
+    arrived: VecDeque<Signal>,
     /// Blocks that wait, each with the step that does.
     waiting: Vec<(usize, usize)>,
 }
@@ -294,8 +340,8 @@ impl<'a> Simulation<'a> {
             scheduled: 0,
             counters: (compiled.counters.iter())
                 .map(|info| Counter {
-                    arrived: (0..info.initial).map(|_| None).collect(),
-                    waiting: Vec::new(),
+                    initial: info.initial,
+                    ..Counter::default()
                 })
                 .collect(),
             packets: BTreeMap::new(),
@@ -329,7 +375,7 @@ impl<'a> Simulation<'a> {
                         arrived: now,
                         by_port,
                     };
-                    self.counters[counter].arrived.push_back(Some(signal));
+                    self.counters[counter].arrived.push_back(signal);
                     for (block, step) in std::mem::take(&mut self.counters[counter].waiting) {
                         // It may have waited for several, and be gone by now; or wait on.
                         if self.at[block] == step {
@@ -509,7 +555,8 @@ impl<'a> Simulation<'a> {
         let step = self.at[block];
         let missing = ids.iter().find(|id| {
             let wanted = ids.iter().filter(|other| other == id).count();
-            self.counters[**id].arrived.len() < wanted
+            let counter = &self.counters[**id];
+            counter.arrived.len() + (counter.initial as usize) < wanted
         });
         if let Some(id) = missing {
             self.counters[*id].waiting.push((block, step));
@@ -517,7 +564,12 @@ impl<'a> Simulation<'a> {
         }
         let mut latest: Option<(Signal, Reason)> = None;
         for id in ids {
-            let Some(Some(signal)) = self.counters[*id].arrived.pop_front() else {
+            let counter = &mut self.counters[*id];
+            if let Some(left) = counter.initial.checked_sub(1) {
+                counter.initial = left;
+                continue;
+            }
+            let Some(signal) = counter.arrived.pop_front() else {
                 continue;
             };
             let kind = match (self.compiled.counters[*id].semaphore, signal.by_port) {

@@ -75,6 +75,9 @@ pub struct Program {
     current_loop: Option<u32>,
 }
 
+/// Chunks of output of all ranks, of which a custom program says what they hold.
+const MOST_STATED: u64 = 1 << 22;
+
 type Done = Result<(), Error>;
 
 /// An operand, with what to call it in messages.
@@ -126,6 +129,14 @@ impl Program {
         };
         if let Some(root) = options.collective.root().filter(|root| *root >= ranks) {
             return refuse(format!("the root is rank {root}, of {ranks} ranks"));
+        }
+        // Each is said for itself, and the checker would not take more.
+        let stated = u64::from(shape.blocks.1) * u64::from(ranks);
+        if options.collective == Collective::Custom && stated > MOST_STATED {
+            return refuse(format!(
+                "{} chunks of output on each of {ranks} ranks; a custom program may have {MOST_STATED} in all",
+                shape.blocks.1
+            ));
         }
         let outputs = match options.collective {
             Collective::Custom => vec![vec![Vec::new(); shape.blocks.1 as usize]; ranks as usize],

@@ -84,9 +84,24 @@ pub fn import_layout(text: &[u8]) -> Result<Imported, PlanError> {
     if import.glre {
         warnings.push("it has a `glre` operation, which MSCCL++ itself refuses to run".to_owned());
     }
+    if let Some(op) = other_reduction(&file) {
+        let op = format::clean(op, 40);
+        warnings.push(format!(
+            "it reduces with `{op}`; the plan sums, as MSCCL++ itself does"
+        ));
+    }
     let plan = import.finish(plan, &mut warnings);
     plan.validate_layout()?;
     Ok(Imported { plan, warnings })
+}
+
+/// The first reduce operation in a file that is no sum.
+fn other_reduction(file: &File) -> Option<&str> {
+    let blocks = file.gpus.iter().flat_map(|gpu| &gpu.threadblocks);
+    let ops = blocks.flat_map(|block| &block.ops);
+    ops.flat_map(|op| op.ops.iter().chain([op]))
+        .filter_map(|op| op.reduce_op.as_deref())
+        .find(|op| *op != "sum")
 }
 
 fn read(text: &[u8]) -> Result<File, PlanError> {

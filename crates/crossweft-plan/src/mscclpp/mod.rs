@@ -14,8 +14,8 @@
 //! * In place, everything refers to the larger buffer (the input where both are of one size).
 //! * Scratch chunks that packets lie in are [`Buffer::Packets`](crate::Buffer::Packets), others
 //!   [`Buffer::Scratch`](crate::Buffer::Scratch); both are numbered from the first one in use.
-//! * The reduce operation is sum, and no reduction is marked as the last (that matters for averages
-//!   only). Packets are LL16.
+//! * The reduce operation is sum (a file that says otherwise gets a warning: their executor always
+//!   sums), and no reduction is marked as the last (that matters for averages only). Packets are LL16.
 //! * Port channels forward packets after a wait for them, which unpacks them to spare scratch memory.
 //! * A store to the members of a switch leaves out the place that it reads from.
 //! * Channels with one end get their other one; ranks without thread blocks get an empty one.
