@@ -118,21 +118,20 @@ pub unsafe extern "gpu-kernel" fn crossweft_messages(launch: MessagesLaunch) {
     unsafe {
         let word = word_of!(crossweft_messages, launch);
         let index = block_x();
-        // The last message that begins at this block or before.
-        let (mut at, mut left) = (offset_of!(MessagesLaunch, messages) as u64, launch.count);
         let size = size_of::<Message>() as u64;
-        let first = offset_of!(Message, first) as u64;
-        while left > 1 && word(at + size + first) as u32 <= index {
-            (at, left) = (at + size, left - 1);
-        }
-        // Two fields of 32 bits a word.
-        let pair = |field: usize| {
+        // Two fields of 32 bits of a message, a word: one alone would be read from where no word begins.
+        let pair = |at: u64, field: usize| {
             let both = word(at + field as u64);
             (both as u32, (both >> 32) as u32)
         };
-        let (peer, direction) = pair(offset_of!(Message, peer));
-        let (memory, first) = pair(offset_of!(Message, memory));
-        let (lanes, op) = pair(offset_of!(Message, lanes));
+        // The last message that begins at this block or before.
+        let (mut at, mut left) = (offset_of!(MessagesLaunch, messages) as u64, launch.count);
+        while left > 1 && pair(at + size, offset_of!(Message, memory)).1 <= index {
+            (at, left) = (at + size, left - 1);
+        }
+        let (peer, direction) = pair(at, offset_of!(Message, peer));
+        let (memory, first) = pair(at, offset_of!(Message, memory));
+        let (lanes, op) = pair(at, offset_of!(Message, lanes));
         let message = Message {
             address: word(at + offset_of!(Message, address) as u64),
             place: word(at + offset_of!(Message, place) as u64),

@@ -2,6 +2,7 @@
 //! end of a fifo. What it hands out is safe to use: ranges are checked here.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -160,8 +161,9 @@ pub(crate) fn copy(dst: Place<'_>, src: Place<'_>, bytes: u64) -> Result<(), Cha
 #[derive(Debug)]
 pub(crate) struct CopyStream {
     stream: Stream,
-    /// Signals sent so far to each counter, by address; nobody else sends any.
-    sent: BTreeMap<u64, u64>,
+    /// What each counter says when all signals sent so far have arrived, by the key of the memory that it lies in, which no
+    /// other ever has, and its place there. Nobody else sends any meanwhile.
+    sent: BTreeMap<(u64, u64), u64>,
     /// Marks what is to be waited for.
     flushed: Event,
 }
@@ -197,7 +199,18 @@ impl CopyStream {
         if !at.is_multiple_of(8) {
             return Err(counter.out_of_range(8, what));
         }
-        let count = self.sent.entry(at).or_default();
+        let named = (counter.memory.key(counter.rank), counter.offset);
+        let count = match self.sent.entry(named) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                // Those of a service that was there before.
+                let mut word = [0; 8];
+                // SAFETY: a whole word of mapped memory, which the place borrows.
+                let read = unsafe { self.stream.context().read(at, &mut word) };
+                read.map_err(|e| ChannelError::memory(what)(e.into()))?;
+                new.insert(u64::from_ne_bytes(word))
+            }
+        };
         *count += 1;
         let (low, high) = (*count as u32, (*count >> 32) as u32);
         // SAFETY: a whole aligned word of mapped memory, as for `put`. When the low half wraps,

@@ -157,7 +157,7 @@ pub(crate) fn print(text: &str) -> Result<(), String> {
     }
 }
 
-/// As [`print`], with the end of a line.
+/// As [`print()`], with the end of a line.
 ///
 /// # Errors
 /// As there.

@@ -84,14 +84,15 @@ impl CudaLauncher {
         let fused = match fused {
             None => None,
             Some(fused) => {
-                let kernel = kernels.fused(fused.form()).load(context)?;
+                let entry = kernels.fused(fused.form());
+                let kernel = entry.load(context)?;
                 let threads = resident_threads(&kernel, most, needed)?;
                 Some(InOnePiece {
                     fused,
                     kernel,
                     threads,
                     // A launch that has begun early takes room that other ranks of the device may wait for.
-                    is_early: sharers == 1,
+                    is_early: sharers == 1 && entry.may_begin_early(),
                 })
             }
         };

@@ -69,7 +69,8 @@ struct Used {
 /// The end of what was submitted to a stream, and what is put into until then.
 #[derive(Debug)]
 struct UsedStream {
-    raw: u64,
+    /// Its number, which is never another stream's; its handle, if the driver cannot tell that.
+    number: u64,
     end: Event,
     memories: Vec<Arc<RegisteredMemory>>,
 }
@@ -409,15 +410,13 @@ impl Used {
             keep(&mut self.recorded);
             return submit();
         }
-        let known = self
-            .streams
-            .iter()
-            .position(|used| used.raw == stream.raw());
+        let number = stream.id()?.unwrap_or_else(|| stream.raw());
+        let known = self.streams.iter().position(|used| used.number == number);
         let index = match known {
             Some(index) => index,
             None => {
                 self.streams.push(UsedStream {
-                    raw: stream.raw(),
+                    number,
                     end: Event::new(&launcher.context)?,
                     memories: Vec::new(),
                 });

@@ -315,14 +315,13 @@ impl Group {
         parts.into_iter().filter(|&part| part != 0)
     }
 
-    /// Launches some steps of call `number`, which send or do not, and with
-    /// [`masking`](crate::GroupOptions::masking) waits for their end and launches them again as long as ranks are missing
-    /// that are to be left out.
+    /// Launches some steps of call `number`, and with [`masking`](crate::GroupOptions::masking) waits for their end and
+    /// launches them again as long as ranks are missing that are to be left out.
     fn run(
         &self,
         stream: &Stream,
         desk: &mut Desk,
-        (number, sends): (u64, bool),
+        number: u64,
         launch: impl Fn(GpuContext) -> Result<(), CudaError>,
     ) -> Result<(), MoeError> {
         let guard = &self.launcher()?.guard;
@@ -332,8 +331,9 @@ impl Group {
             return Ok(launch(limit)?);
         }
         let watch = self.watch();
+        // Read while no launch is under way, as is who is left out.
+        let sent = self.tables().state(SENT);
         loop {
-            // Read while no launch is under way.
             let masked = self.masked();
             let awaited = || (0..).zip(&masked).filter(|(_, masked)| !**masked);
             let is_other = |rank: u32| rank != self.rank();
@@ -359,8 +359,9 @@ impl Group {
                 return Err(self.fail(desk, &interrupted, &watch));
             }
             guard.reset();
-            let cleared = self.tables().clear_on_device(sends.then_some(number));
-            cleared.map_err(HalError::from)?;
+            self.tables()
+                .clear_on_device(sent)
+                .map_err(HalError::from)?;
         }
     }
 
@@ -796,8 +797,7 @@ impl Handle {
         };
         desk.signature = what.input.call.signature;
         for steps in group.together(steps) {
-            let call = (number, steps & steps::SEND != 0);
-            group.run(stream, &mut desk, call, |context| {
+            group.run(stream, &mut desk, number, |context| {
                 let launch = DispatchLaunch {
                     context,
                     steps,
@@ -859,8 +859,7 @@ impl Handle {
         };
         desk.signature = input.call.signature;
         for steps in group.together(steps | weights) {
-            let call = (number, steps & steps::SEND != 0);
-            group.run(stream, &mut desk, call, |context| {
+            group.run(stream, &mut desk, number, |context| {
                 let launch = CombineLaunch {
                     context,
                     steps,

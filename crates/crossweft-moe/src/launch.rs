@@ -191,9 +191,9 @@ impl GroupTables {
         unsafe { self.home.load(self.program.state + offset) }.unwrap_or_default()
     }
 
-    /// Forgets what a launch on a device that was stopped has left; none may be under way. One that was to send a call is
-    /// to send that call again, though its last thread block may have counted it, while another was stopped.
-    pub(crate) fn clear_on_device(&self, sends: Option<u64>) -> Result<(), CudaError> {
+    /// Forgets what a launch on a device that was stopped has left, before which `sent` calls had been sent; none may be under
+    /// way.
+    pub(crate) fn clear_on_device(&self, sent: u64) -> Result<(), CudaError> {
         let Device::Cuda(context) = &self.home.0 else {
             return Ok(());
         };
@@ -206,9 +206,6 @@ impl GroupTables {
             .chunks_exact(8)
             .map(|word| u64::from_ne_bytes(word.try_into().unwrap_or_default()))
             .collect();
-        if let (Some(sent), Some(word)) = (sends, words.get_mut(SENT as usize / 8)) {
-            *word = sent;
-        }
         let here = words.as_mut_ptr() as u64;
         let moved = |address: u64| here + (address - state);
         let copy = Program {
@@ -218,7 +215,7 @@ impl GroupTables {
             ..self.program
         };
         // SAFETY: the copy's tables are as large as the program's, and nobody else's.
-        unsafe { clear(&Raw, &copy) };
+        unsafe { clear(&Raw, &copy, sent) };
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         // SAFETY: as above.
         unsafe { context.write(state, &bytes) }
@@ -773,8 +770,8 @@ impl Step<'_> {
             }
         };
         grid.launch(context, &body).inspect_err(|_| {
-            // SAFETY: the launch has ended.
-            unsafe { clear(&Raw, program) };
+            // SAFETY: the launch has ended. Blocks of the CPU count a call as sent when all have sent it.
+            unsafe { clear(&Raw, program, group.state(SENT)) };
         })
     }
 }

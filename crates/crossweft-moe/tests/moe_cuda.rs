@@ -838,32 +838,38 @@ fn left_out(device: &Device, how: &How) {
     };
     let cpu = job_on(&Device::Cpu, 3, |endpoint| {
         let group = group(endpoint, case, told);
-        let pass = (group.rank() < 2).then(|| {
+        let passes = (group.rank() < 2).then(|| {
             mask(&group);
-            on_cpu(case, how, &mut None, &group, 0)
+            let mut handle = None;
+            let steps = (0..STEPS).map(|step| on_cpu(case, how, &mut handle, &group, step));
+            steps.collect::<Vec<_>>()
         });
         endpoint.agree("done", "meeting", soon()).unwrap();
-        pass
+        passes
     });
     let meet = Barrier::new(2);
     let gpu = job_on(device, 3, |endpoint| {
         let mut rank = Rank::new(endpoint, case, how);
-        let pass = (rank.group.rank() < 2).then(|| {
+        let passes = (rank.group.rank() < 2).then(|| {
             if !how.masking {
                 mask(&rank.group);
                 assert_eq!(rank.group.masked(), [false, false, true]);
             }
-            let pass = rank.pass(0, &meet).unwrap();
+            // Also after launches that were stopped and made again.
+            let steps = (0..STEPS).map(|step| rank.pass(step, &meet).unwrap());
+            let passes: Vec<_> = steps.collect();
             assert_eq!(rank.group.masked(), [false, false, true]);
-            pass
+            passes
         });
         endpoint.agree("done", "meeting", soon()).unwrap();
-        pass
+        passes
     });
     for (rank, (cpu, gpu)) in cpu.iter().zip(&gpu).enumerate() {
         let (Some(cpu), Some(gpu)) = (cpu, gpu) else {
             continue;
         };
-        assert_eq!(gpu.difference(cpu), None, "rank {rank} {how:?}");
+        for (step, (cpu, gpu)) in cpu.iter().zip(gpu).enumerate() {
+            assert_eq!(gpu.difference(cpu), None, "rank {rank} step {step} {how:?}");
+        }
     }
 }

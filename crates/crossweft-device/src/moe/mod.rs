@@ -386,11 +386,13 @@ pub unsafe fn stop<M: Memory>(memory: &M, group: &Group) {
     unsafe { memory.store(group.state + STOPPED, 1) }
 }
 
-/// Forgets what a launch that was stopped has left: that it was, who has arrived at a barrier or been counted, and marks.
+/// Forgets what a launch that was stopped has left: that it was, who has arrived at a barrier, and marks. `sent` is how many
+/// calls had been sent before it, which is launched again: some of its thread blocks may have come to their end, and have
+/// counted it.
 ///
 /// # Safety
 /// The group must be prepared, and no launch of it under way on this rank.
-pub unsafe fn clear<M: Memory>(memory: &M, group: &Group) {
+pub unsafe fn clear<M: Memory>(memory: &M, group: &Group, sent: u64) {
     let geometry = &group.geometry;
     let zero = |at: u64, words: u64| {
         let mut word = 0;
@@ -402,14 +404,13 @@ pub unsafe fn clear<M: Memory>(memory: &M, group: &Group) {
     };
     zero(group.state + ARRIVALS, 1);
     zero(group.state + STOPPED, 1);
-    // Each once a call that was sent, from the first one on: where rows are lines, that is how the last one is told.
-    // SAFETY: as above.
-    unsafe {
-        let sent = memory.load(group.state + SENT);
-        memory.store(group.state + SENDERS, sent * u64::from(group.blocks));
-    }
     zero(group.state + RECEIVERS, 1);
     zero(group.marks, 2 * geometry.mark_words(group.blocks));
+    // SAFETY: as above. Where rows are lines, senders are counted from the first call on.
+    unsafe {
+        memory.store(group.state + SENT, sent);
+        memory.store(group.state + SENDERS, sent * u64::from(group.blocks));
+    }
 }
 
 /// How received rows are laid out. The discriminants are part of the device ABI.

@@ -72,8 +72,8 @@ pub(super) struct Desk {
     kept: Option<(Arc<PinnedMemory>, u64)>,
     /// Tables that were too small: freeing their memory would wait for kernels, which may be waiting for this launch.
     outgrown: Vec<Table>,
-    /// The stream of the last launch that was not recorded, and its table.
-    last: Option<(u64, usize)>,
+    /// The stream of the last launch that was not recorded, by its number if the driver can tell, and its table.
+    last: Option<(Option<u64>, usize)>,
 }
 
 /// The transfers of a launch, in memory that the device reads.
@@ -354,9 +354,14 @@ impl Launcher {
             last,
             ..
         } = desk;
-        // Launches follow one another, whatever streams they are on.
+        // Launches follow one another, whatever streams they are on. Not by handles: one may be a new stream's that was an old
+        // one's, and every thread's own default stream has the same.
+        let on = match &tables[number].end {
+            Some(_) => stream.id()?,
+            None => None,
+        };
         if let (Some(_), Some((before, table))) = (&tables[number].end, *last)
-            && before != stream.raw()
+            && (on.is_none() || before != on)
             && let Some(end) = &tables[table].end
         {
             stream.wait(end)?;
@@ -405,7 +410,7 @@ impl Launcher {
         }
         if let Some(end) = &table.end {
             end.record(stream)?;
-            *last = Some((stream.raw(), number));
+            *last = Some((on, number));
         }
         Ok(())
     }
