@@ -227,8 +227,9 @@ pub fn check_reduce_scatter(
 /// (those of integers wrap), as NCCL's pre-multiplied sums are.
 ///
 /// Scalars must be numbers that the data type holds: of integer types whole ones. Inputs of [`Pattern::Exact`] are
-/// small enough that every partial sum of products is exact, and those of [`Pattern::Random`] that no sum comes
-/// near the largest value; products are rounded in the reference as they are documented, so the bounds of sums hold.
+/// small enough that every partial sum of products is exact (with scalars of many digits, one rank at a time holds
+/// ±1 and the others 0), and those of [`Pattern::Random`] that no sum comes near the largest value; products are
+/// rounded in the reference as they are documented, so the bounds of sums hold.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PreMultiplied<'a> {
     /// How inputs are drawn.

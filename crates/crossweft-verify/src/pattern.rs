@@ -69,8 +69,8 @@ impl<'a> Task<'a> {
     pub(crate) fn spread(&self) -> u64 {
         let mut unit = 1.0;
         for scalar in self.scalars {
-            // Ends at a unit of the scalar's last bit.
-            while (scalar / unit).fract() != 0.0 {
+            // Ends at a unit of the scalar's last bit; at 0 where it is no number.
+            while unit > 0.0 && (scalar / unit).fract() != 0.0 {
                 unit /= 2.0;
             }
         }
@@ -109,14 +109,15 @@ impl Recipe {
     /// The exact pattern of a type that holds every whole number up to `limit`.
     ///
     /// A partial sum is at most `active` times `largest` in magnitude, and a partial product at most
-    /// `largest` to the power of 3; neither passes `limit`.
+    /// `largest` to the power of 3; neither passes `limit`. A `limit` of 0 leaves one rank, whose input nothing is
+    /// added to.
     pub(crate) fn exact(step: Step, world_size: u32, limit: u64) -> Self {
         match step {
             Step::Add => Self {
                 values: Values::Whole {
                     largest: (limit / u64::from(world_size)).max(1),
                 },
-                active: u32::try_from(limit).unwrap_or(u32::MAX),
+                active: u32::try_from(limit.max(1)).unwrap_or(u32::MAX),
                 neutral: 0,
             },
             Step::Multiply => Self {

@@ -745,6 +745,64 @@ fn sums_of_products_are_those_of_inputs_multiplied_by_hand() {
     }
 }
 
+/// Sums of their multiples are exact in no order: one rank at a time holds more than zero.
+#[test]
+fn exact_sums_of_products_tell_zeros_from_results_whatever_the_scalars() {
+    // Longer integers hold sums of multiples of any small number.
+    let short = |dtype: &DataType| dtype.is_float() || dtype.size() == 1;
+    for dtype in DataType::ALL.into_iter().filter(short) {
+        let scalars = match dtype.is_float() {
+            true => [0.1, -0.7, 3.0].map(|scalar| decode(dtype, encode(dtype, scalar))),
+            false => [113.0, 120.0, 127.0],
+        };
+        let sums = PreMultiplied {
+            pattern: Pattern::Exact,
+            dtype,
+            seed: 7,
+            scalars: &scalars,
+        };
+        let mut totals = vec![0.0; 300];
+        for (rank, scalar) in (0..).zip(scalars) {
+            let mut input = vec![0; 300 * dtype.size()];
+            sums.fill(rank, &mut input);
+            for (total, x) in totals.iter_mut().zip(elements(dtype, &input)) {
+                *total += scalar
+                    * match dtype.is_float() {
+                        true => decode(dtype, x),
+                        false => integer(dtype, x) as f64,
+                    };
+            }
+        }
+        let result: Vec<Bits> = totals
+            .into_iter()
+            .map(|total| match dtype.is_float() {
+                true => encode(dtype, total),
+                false => truncate(dtype, total as i128),
+            })
+            .collect();
+        let mut got = bytes(dtype, &result);
+        assert_eq!(sums.check(0, &got), Mismatches::default(), "{dtype}");
+        got.fill(0);
+        assert_eq!(sums.check(0, &got).wrong, 300, "{dtype}");
+    }
+}
+
+/// A scalar that is no number has no last bit.
+#[test]
+fn scalars_that_are_no_numbers_are_drawn_for_too() {
+    for scalar in [f64::NAN, f64::INFINITY, f64::MIN_POSITIVE / 3.0] {
+        let sums = PreMultiplied {
+            pattern: Pattern::Exact,
+            dtype: DataType::F64,
+            seed: 7,
+            scalars: &[1.0, scalar],
+        };
+        let mut input = [0; 64];
+        sums.fill(0, &mut input);
+        assert_ne!(input, [0; 64], "{scalar}");
+    }
+}
+
 /// What tells a rounded product from one that goes into the sum as it is.
 #[test]
 fn products_are_rounded_to_the_type() {
