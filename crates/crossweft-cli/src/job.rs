@@ -11,7 +11,7 @@ use crossweft_collective::{
 use crossweft_hal::cpu::{bind_to_core, cores};
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{NetError, Rendezvous, RendezvousOptions};
-use rustix::process::{Resource, Signal, getrlimit, setrlimit};
+use rustix::process::{Pid, Resource, Signal, getrlimit, kill_process, setrlimit};
 
 use crate::doctor::{self, DEFAULT_RANKS};
 use crate::exit::Exit;
@@ -385,12 +385,55 @@ impl Processes {
 
 impl Drop for Processes {
     fn drop(&mut self) {
-        for (_, child, status) in &mut self.children {
-            if status.is_none() {
-                // Both can only fail if it is gone already.
-                let _ = child.kill();
-                let _ = child.wait();
-            }
+        let left = self.children.iter_mut();
+        let mut left: Vec<&mut Child> = left
+            .filter(|(_, _, status)| status.is_none())
+            .map(|(_, child, _)| child)
+            .collect();
+        if left.is_empty() {
+            return;
+        }
+        let ranks = left.iter().map(|child| Pid::from_child(child)).collect();
+        for pid in stop_with_descendants(ranks) {
+            // It can only fail if it is gone already, as can the next.
+            let _ = kill_process(pid, Signal::KILL);
+        }
+        for child in &mut left {
+            let _ = child.wait();
         }
     }
+}
+
+/// Stops processes and whatever they have started, so that nothing more is started, and says which all those are. They are
+/// in no groups of their own, which a terminal's Ctrl-C, and its input, would not reach.
+fn stop_with_descendants(processes: Vec<Pid>) -> Vec<Pid> {
+    let (mut found, mut new) = (Vec::new(), processes);
+    while !new.is_empty() {
+        for &pid in &new {
+            let _ = kill_process(pid, Signal::STOP);
+        }
+        found.append(&mut new);
+        new = children_of(&found);
+        new.retain(|pid| !found.contains(pid));
+    }
+    found
+}
+
+/// The processes that one of these has started, and nobody has waited for.
+fn children_of(parents: &[Pid]) -> Vec<Pid> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter_map(Pid::from_raw)
+        .filter(|pid| {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+            let parent = stat.ok().and_then(|stat| {
+                // Behind the name, which may have anything in it, and the state.
+                let fields = stat.rsplit_once(')')?.1;
+                fields.split_whitespace().nth(1)?.parse().ok()
+            });
+            parent
+                .and_then(Pid::from_raw)
+                .is_some_and(|parent| parents.contains(&parent))
+        })
+        .collect()
 }

@@ -20,6 +20,8 @@ use crate::job::{JobError, Processes, die_with};
 
 /// Where the library tells this command that a process uses it.
 const REPORT: &str = "CROSSWEFT_RUN_REPORT";
+/// Bytes of what is told, at most.
+const MAX_REPORT: usize = 4096;
 /// The library's file, beside this command or in the `lib` folder beside its own.
 const LIBRARY: &str = "libcrossweft_nccl.so";
 
@@ -119,10 +121,29 @@ pub(crate) fn run(options: &Options) -> ExitCode {
     match try_run(options) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            complain(&format!("error: {error}"));
+            let text = format!("error: {error}");
+            if options.child_of.is_none() || !tell(&text) {
+                complain(&text);
+            }
             Exit::Usage.into()
         }
     }
+}
+
+/// Tells the process that has started this one why it is not the program, which it then says once for all ranks; `false` if
+/// that cannot be.
+fn tell(text: &str) -> bool {
+    let told = || {
+        let name = std::env::var_os(REPORT)?;
+        let address = SocketAddr::from_abstract_name(name.as_bytes()).ok()?;
+        let length = text.floor_char_boundary(MAX_REPORT);
+        let socket = UnixDatagram::unbound().ok()?;
+        socket.set_nonblocking(true).ok()?;
+        socket
+            .send_to_addr(&text.as_bytes()[..length], &address)
+            .ok()
+    };
+    told().is_some()
 }
 
 fn try_run(options: &Options) -> Result<u8, RunError> {
@@ -182,15 +203,17 @@ fn try_run(options: &Options) -> Result<u8, RunError> {
         job.add(rank, child);
     }
 
-    let mut users = BTreeSet::new();
+    let mut heard = Heard::default();
     let mut failed = None;
-    let hear_users = || hear(&reports, &mut users);
-    job.wait(hear_users, |_, status| {
+    let hear = || heard.hear(&reports);
+    job.wait(hear, |_, status| {
         failed = failed.or(Some(code(status)).filter(|&code| code != 0));
     })
     .map_err(system("waiting for the program"))?;
-    hear(&reports, &mut users);
-    say(&users, &library);
+    heard.hear(&reports);
+    if heard.errors.is_empty() {
+        say(&heard.users, &library);
+    }
     Ok(failed.unwrap_or(0))
 }
 
@@ -247,14 +270,27 @@ fn free_port() -> std::io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
 
-/// Takes note of the processes that have said that they use the library.
-fn hear(reports: &UnixDatagram, users: &mut BTreeSet<u32>) {
-    let mut text = [0; 16];
-    while let Ok(length) = reports.recv(&mut text) {
-        let pid = std::str::from_utf8(&text[..length])
-            .ok()
-            .and_then(|pid| pid.parse().ok());
-        users.extend::<Option<u32>>(pid);
+/// What processes have told.
+#[derive(Debug, Default)]
+struct Heard {
+    /// Those that use the library.
+    users: BTreeSet<u32>,
+    /// Why some did not become the program.
+    errors: BTreeSet<String>,
+}
+
+impl Heard {
+    /// Takes note of what has been told; an error is said when it is new.
+    fn hear(&mut self, reports: &UnixDatagram) {
+        let mut text = [0; MAX_REPORT];
+        while let Ok(length) = reports.recv(&mut text) {
+            let text = String::from_utf8_lossy(&text[..length]);
+            if let Ok(pid) = text.parse() {
+                self.users.insert(pid);
+            } else if text.starts_with("error: ") && self.errors.insert(text.to_string()) {
+                complain(&text);
+            }
+        }
     }
 }
 

@@ -187,6 +187,51 @@ fn ranks_do_not_outlive_one_that_fails() {
     assert!(err.contains("ending the ranks that are left"), "{err}");
 }
 
+#[test]
+fn what_keeps_all_ranks_from_starting_is_said_once() {
+    let arguments = "run -n 3 --library /proc/self/exe -- /no/such/program";
+    let output = crossweft(arguments.split(' ')).output().unwrap();
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{err}");
+    assert_eq!(
+        err.matches("cannot start /no/such/program").count(),
+        1,
+        "{err}"
+    );
+    // The program has made no mistake.
+    assert!(!err.contains("does the program use NCCL"), "{err}");
+}
+
+#[test]
+fn what_a_rank_has_started_is_ended_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = library(folder.path(), "int nothing;");
+    let pids = folder.path().join("pids");
+    // A shell of its own, whose child is in yet another session.
+    let script = format!(
+        "if [ $RANK = 1 ]; then while [ $(wc -l < {0}) != 3 ]; do sleep 0.01; done; exit 9; fi; echo $$ >> {0}; \
+         sh -c 'echo $$ >> {0}; setsid sh -c \"echo \\$\\$ >> {0}; exec sleep 600\" & wait' & wait",
+        pids.display()
+    );
+    std::fs::write(&pids, "").unwrap();
+    let arguments = ["run", "-n", "2", "--library", library.to_str().unwrap()];
+    // To nowhere, since whoever is left would keep a pipe open.
+    let mut command = crossweft(arguments);
+    command.args(["--", "sh", "-c", &script]);
+    let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
+    assert_eq!(status.unwrap().code(), Some(9));
+    let pids = std::fs::read_to_string(&pids).unwrap();
+    assert_eq!(pids.lines().count(), 3, "{pids}");
+    let start = Instant::now();
+    while pids.lines().any(runs) {
+        assert!(
+            start.elapsed() < Duration::from_secs(30),
+            "one of {pids} is left"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// Whether a process is there, and not only left for its parent to look at.
 fn runs(pid: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));

@@ -155,6 +155,33 @@ pub(crate) fn are_apart(calls: &[Call]) -> Result<(), Error> {
     }
 }
 
+/// Refuses messages of `rank` to itself that do not belong together: nobody else sends or receives those, so one without the
+/// other would wait for ever.
+pub(crate) fn own_messages_match(calls: &[Call], rank: u32) -> Result<(), Error> {
+    let sent = calls.iter().filter_map(|call| match call {
+        Call::Send(peer, data, _) if *peer == rank => Some(data.len()),
+        _ => None,
+    });
+    let received = calls.iter().filter_map(|call| match call {
+        Call::Receive(peer, data, _) if *peer == rank => Some(data.len()),
+        _ => None,
+    });
+    let (sends, receives) = (sent.clone().count(), received.clone().count());
+    if sends != receives {
+        return Err(Error::usage(format!(
+            "rank {rank} sends itself {sends} messages and receives {receives} of them: nobody else can, so call ncclSend \
+             and ncclRecv in one group"
+        )));
+    }
+    match sent.zip(received).find(|(sent, received)| sent != received) {
+        None => Ok(()),
+        Some((sent, received)) => Err(Error::argument(format!(
+            "rank {rank} sends itself {sent} bytes where it receives {received}: give both the same count, in the same \
+             order"
+        ))),
+    }
+}
+
 impl CollectiveCall {
     /// Finds the windows of a communicator that the buffers lie in, where that helps. Ranks use the same offsets of
     /// symmetric windows, so all find the same.

@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::delegate::{self, Delegate};
 use crate::derive::Derived;
 use crate::devices::{self, Place};
-use crate::engine::Engine;
+use crate::engine::{Engine, Launches};
 use crate::failure;
 use crate::lane::Watch;
 use crate::notes::Notes;
@@ -253,7 +253,7 @@ impl Comm {
     fn not_ready(&self) -> Error {
         match self.phase() {
             Phase::Failed(error) => error,
-            _ => Error::argument(
+            _ => Error::early(
                 "the communicator is used before the call before has ended: ask \
                  ncclCommGetAsyncError until it says ncclSuccess",
             ),
@@ -451,7 +451,14 @@ impl Comm {
     pub(crate) fn run(&self, calls: Vec<Call>) -> Result<(), Error> {
         match self.is_on_gpu() {
             false => self.step(|engine| engine.run(calls)),
-            true => self.prepare(&calls).and_then(|()| self.launch(calls)),
+            true => {
+                self.prepare(&calls)?;
+                let mut launches = self.begin(calls)?;
+                while !launches.is_empty() {
+                    self.launch_next(&mut launches)?;
+                }
+                Ok(())
+            }
         }
     }
 
@@ -488,9 +495,19 @@ impl Comm {
         self.step(|engine| engine.prepare_all(calls))
     }
 
-    /// Launches calls that were prepared on their streams. Returns at once.
-    pub(crate) fn launch(&self, calls: Vec<Call>) -> Result<(), Error> {
-        self.step(|engine| engine.launch(calls))
+    /// Makes room for calls that were prepared, before any is launched. Blocks until what runs has ended, if there is not
+    /// as much yet.
+    pub(crate) fn begin(&self, calls: Vec<Call>) -> Result<Launches, Error> {
+        self.step(|engine| engine.begin(calls))
+    }
+
+    /// Launches what is next of them on its stream; says whether there is more. Returns at once.
+    pub(crate) fn launch_next(&self, launches: &mut Launches) -> Result<bool, Error> {
+        self.step(|engine| match self.cancel.reason() {
+            None => engine.launch_next(launches),
+            // Whoever has stopped it meanwhile gives up what the launch would use.
+            Some(reason) => Err(self.lost().unwrap_or_else(|| Error::late(reason))),
+        })
     }
 
     /// Launches a collective by itself, if this communicator's calls are launched by whoever makes them and this one is
@@ -510,10 +527,10 @@ impl Comm {
     }
 
     /// A call was refused here before it was begun. The communicator stays as it is, but ranks that are in that call learn
-    /// soon that this one does not come.
-    pub(crate) fn refuse(&self) {
+    /// soon that this one does not come; but of one that was only too early it does.
+    pub(crate) fn refuse(&self, error: &Error) {
         let can_call = self.phase() == Phase::Idle;
-        let notes = self.notes().filter(|_| can_call);
+        let notes = self.notes().filter(|_| can_call && !error.early);
         notes.into_iter().for_each(Notes::refuse);
     }
 

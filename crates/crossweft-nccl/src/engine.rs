@@ -9,7 +9,7 @@
 //! On the host a call is run when it has been prepared, on the calling thread. On a GPU all calls of a group are prepared
 //! first, and then launched on their streams.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -91,14 +91,36 @@ impl Others {
         None
     }
 
-    /// Whether something is received where `data` lies.
-    fn overwrites(&self, data: &Source) -> bool {
-        self.receives.iter().any(|(_, to, _)| to.overlaps(data))
-    }
-
     fn has_messages(&self) -> bool {
         !self.sends.is_empty() || !self.receives.is_empty()
     }
+}
+
+/// Whether something is received where `data` lies.
+fn overwrites(receives: &[(u32, Destination, u64)], data: &Source) -> bool {
+    receives.iter().any(|(_, to, _)| to.overlaps(data))
+}
+
+impl Launches {
+    fn has_messages(&self) -> bool {
+        !self.sends.is_empty() || !self.receives.is_empty()
+    }
+
+    /// Whether nothing is left.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.collectives.is_empty() && !self.has_messages() && self.one_sided.is_empty()
+    }
+}
+
+/// What is still to be launched of a group's calls, one thing after another.
+#[derive(Debug)]
+pub(crate) struct Launches {
+    collectives: VecDeque<CollectiveCall>,
+    /// What the messages overwrite before it is sent.
+    copies: Copies,
+    sends: Vec<(u32, Source, u64)>,
+    receives: Vec<(u32, Destination, u64)>,
+    one_sided: VecDeque<(OneSidedCall, u64)>,
 }
 
 /// A collective that is prepared.
@@ -169,41 +191,56 @@ impl Engine {
         Ok(())
     }
 
-    /// Launches calls that were prepared on their streams: collectives in their order, then all sends and receives together,
-    /// then what is one-sided, in its order. Returns at once.
-    pub(crate) fn launch(&mut self, calls: Vec<Call>) -> Result<(), Error> {
+    /// Calls that were prepared, to be launched on their streams: collectives in their order, then all sends and receives
+    /// together, then what is one-sided, in its order. Before any of a group is launched: more room waits for what runs, which
+    /// then is not this group's. That may wait for ranks whose calls the thread makes after these.
+    pub(crate) fn begin(&mut self, calls: Vec<Call>) -> Result<Launches, Error> {
         let mut others = Others::default();
         let sorted = calls.into_iter().filter_map(|call| others.sort(call));
-        let collectives: Vec<CollectiveCall> = sorted.collect();
-        // First: more room waits for what runs, which then is not this group's. That may wait for ranks whose calls the
-        // thread makes after these.
+        let collectives = sorted.collect();
         let copies = self.copies(&others)?;
-        for call in &collectives {
-            self.launch_one(call)?;
+        Ok(Launches {
+            collectives,
+            copies,
+            sends: others.sends,
+            receives: others.receives,
+            one_sided: others.one_sided.into(),
+        })
+    }
+
+    /// Launches what is next; says whether there is more. Returns at once.
+    pub(crate) fn launch_next(&mut self, launches: &mut Launches) -> Result<bool, Error> {
+        if let Some(call) = launches.collectives.pop_front() {
+            self.launch_one(&call)?;
+        } else if launches.has_messages() {
+            self.launch_messages(launches)?;
+            launches.sends.clear();
+            launches.receives.clear();
+        } else if let Some((call, stream)) = launches.one_sided.pop_front() {
+            self.launch_one_sided(&call, stream)?;
         }
-        if others.has_messages() {
-            self.launch_messages(&others, &copies)?;
-        }
-        let (lane, one_sided) = (self.lane.as_mut(), &self.messaging.one_sided);
-        let Some(lane) = lane.filter(|_| !others.one_sided.is_empty()) else {
-            return Ok(());
+        Ok(!launches.is_empty())
+    }
+
+    fn launch_one_sided(&mut self, call: &OneSidedCall, stream: u64) -> Result<(), Error> {
+        let Some(lane) = &mut self.lane else {
+            return Err(Error::internal("puts are launched on the host"));
         };
-        for (call, stream) in &others.one_sided {
-            lane.in_order(&[*stream], |stream| {
-                let done = match call {
-                    OneSidedCall::Put(peer, data, window, offset) => {
-                        let memory = window.memory()?.registered();
-                        let at = window.offset() + offset;
-                        let put = one_sided.put_on(stream, &memory, *peer, at, data.region());
-                        put.and_then(|()| one_sided.signal_on(stream, *peer))
-                    }
-                    OneSidedCall::Signal(peer) => one_sided.signal_on(stream, *peer),
-                    OneSidedCall::Wait(peer, count) => one_sided.wait_on(stream, *peer, *count),
-                };
-                Ok(done.map_err(CollectiveError::from)?)
-            })?;
-        }
-        Ok(())
+        let one_sided = &self.messaging.one_sided;
+        let in_order = lane.in_order(&[stream], |stream| {
+            let done = match call {
+                OneSidedCall::Put(peer, data, window, offset) => {
+                    let memory = window.memory()?.registered();
+                    let at = window.offset() + offset;
+                    let put = one_sided.put_on(stream, &memory, *peer, at, data.region());
+                    put.and_then(|()| one_sided.signal_on(stream, *peer))
+                }
+                OneSidedCall::Signal(peer) => one_sided.signal_on(stream, *peer),
+                OneSidedCall::Wait(peer, count) => one_sided.wait_on(stream, *peer, *count),
+            };
+            Ok(done.map_err(CollectiveError::from)?)
+        });
+        in_order.map(|_| ())
     }
 
     /// Copies of what is sent from where something is received, on a GPU, and room for them.
@@ -212,17 +249,20 @@ impl Engine {
             return Err(Error::internal("calls are launched on the host"));
         };
         let sent = others.sends.iter().map(|(_, data, _)| data);
-        lane.copies(sent.filter(|data| others.overwrites(data)))
+        lane.copies(sent.filter(|data| overwrites(&others.receives, data)))
     }
 
-    /// All sends and receives of a group, on a GPU, after `copies` of what they overwrite.
-    fn launch_messages(&mut self, others: &Others, copies: &Copies) -> Result<(), Error> {
+    /// All sends and receives of a group, on a GPU, after copies of what they overwrite.
+    fn launch_messages(&mut self, launches: &Launches) -> Result<(), Error> {
         let Some(lane) = &mut self.lane else {
             return Err(Error::internal("messages are launched on the host"));
         };
-        let Others {
-            sends, receives, ..
-        } = others;
+        let Launches {
+            copies,
+            sends,
+            receives,
+            ..
+        } = launches;
         let delegate = self.delegate.as_ref();
         let rule = |bytes: usize| delegate?.rule(Collective::SendRecv, bytes as u64);
         let mut delegated = Vec::new();
@@ -230,7 +270,7 @@ impl Engine {
         let mut group = self.messaging.exchange.group();
         let mut copied = copies.regions();
         for (peer, data, stream) in sends {
-            let copy = match others.overwrites(data) {
+            let copy = match overwrites(receives, data) {
                 true => copied.next(),
                 false => None,
             };

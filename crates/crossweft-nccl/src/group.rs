@@ -3,13 +3,13 @@
 //! Each thread gathers its own. At the end every communicator's calls run on a thread of their own, so that one
 //! thread can drive several ranks that wait for each other. Communicators that do not block go on by themselves.
 //!
-//! On GPUs only what must be prepared first does so on threads. Launches wait for nobody, and are made by the thread whose
-//! streams they are on.
+//! On GPUs only what must be prepared first does so on threads. Launches wait for nobody while the driver has room for
+//! them, and are made by the thread whose streams they are on, by turns.
 
 use std::cell::RefCell;
 use std::sync::{Arc, OnceLock};
 
-use crate::call::{Call, are_apart};
+use crate::call::{Call, are_apart, own_messages_match};
 use crate::comm::{Comm, Phase};
 use crate::failure;
 use crate::status::{Error, Status};
@@ -62,14 +62,20 @@ type Todo = Vec<(Arc<Comm>, Work)>;
 /// Communicators that a group makes. If one of them cannot be made, the others, which may wait for it, are not made
 /// either.
 struct Making {
-    all: Vec<Arc<Comm>>,
+    /// Each with the one that it is made by, which may be itself.
+    all: Vec<(Arc<Comm>, Arc<Comm>)>,
     /// What went wrong first.
     cause: OnceLock<Error>,
 }
 
 impl Making {
     fn of(work: &Todo) -> Arc<Self> {
-        let all = acts(work).filter_map(|act| act.makes.clone()).collect();
+        let made = |act: &Manage| act.makes.clone();
+        let all = work.iter().flat_map(|(by, work)| {
+            let made = acts_of(work).iter().filter_map(made);
+            made.map(|made| (Arc::clone(by), made))
+        });
+        let all = all.collect();
         let cause = OnceLock::new();
         Arc::new(Self { all, cause })
     }
@@ -78,9 +84,19 @@ impl Making {
         if self.cause.set(error.clone()).is_ok() {
             let reason =
                 format!("another communicator of the same group could not be made: {error}");
-            let unfinished = self.all.iter().filter(|comm| comm.is_being_made());
+            let all = self.all.iter().map(|(_, made)| made);
+            let unfinished = all.filter(|comm| comm.is_being_made());
             unfinished.for_each(|comm| comm.interrupt(&reason));
         }
+    }
+
+    /// Nothing is going to make what `by` was to make.
+    fn give_up(&self, by: &Comm, error: &Error) {
+        let made = self
+            .all
+            .iter()
+            .filter(|(maker, _)| std::ptr::eq(Arc::as_ptr(maker), by));
+        made.for_each(|(_, made)| made.settle(Phase::Failed(error.clone())));
     }
 }
 
@@ -193,7 +209,7 @@ pub(crate) fn end_without_running() -> Result<CallsOfEach, Error> {
 
 /// Communicators that were to be made in a group that failed are of no use, and what else was in it was refused.
 fn abandon(work: &Todo, error: &Error) {
-    work.iter().for_each(|(comm, _)| comm.refuse());
+    work.iter().for_each(|(comm, _)| comm.refuse(error));
     for made in acts(work).filter_map(|act| act.makes.as_ref()) {
         made.settle(Phase::Failed(error.clone()));
     }
@@ -201,10 +217,14 @@ fn abandon(work: &Todo, error: &Error) {
 
 /// What is to be made or changed.
 fn acts(work: &Todo) -> impl Iterator<Item = &Manage> {
-    work.iter().flat_map(|(_, work)| match work {
-        Work::Manage(acts) => acts.as_slice(),
+    work.iter().flat_map(|(_, work)| acts_of(work))
+}
+
+fn acts_of(work: &Work) -> &[Manage] {
+    match work {
+        Work::Manage(acts) => acts,
         Work::Calls(_) => &[],
-    })
+    }
 }
 
 /// Adds `call` of `comm` to the open group, or runs it.
@@ -268,11 +288,14 @@ fn submit(comm: &Arc<Comm>, work: Work) -> Result<Status, Error> {
 /// Runs everything; returns the first error in the order in which communicators were first called, or what kept
 /// communicators from being made.
 fn run(work: Todo) -> Result<Status, Error> {
-    let apart = work.iter().try_for_each(|(_, work)| match work {
-        Work::Calls(calls) => are_apart(calls),
+    let possible = work.iter().try_for_each(|(comm, work)| match work {
+        Work::Calls(calls) => {
+            are_apart(calls)?;
+            own_messages_match(calls, comm.rank()?)
+        }
         Work::Manage(_) => Ok(()),
     });
-    if let Err(error) = apart {
+    if let Err(error) = possible {
         abandon(&work, &error);
         return Err(error);
     }
@@ -338,7 +361,7 @@ fn launch(work: Todo) -> Result<Status, Error> {
     };
     let work: CallsOfEach = work.into_iter().filter_map(of_calls).collect();
     if let Err(error) = on_streams_apart(&work) {
-        work.iter().for_each(|(comm, _)| comm.refuse());
+        work.iter().for_each(|(comm, _)| comm.refuse(&error));
         return Err(error);
     }
     let noted =
@@ -354,12 +377,78 @@ fn launch(work: Todo) -> Result<Status, Error> {
         }
     };
     // One that failed is no reason to let the ranks of another wait.
-    let mut outcome = Ok(Status::Success);
-    for ((comm, calls), prepared) in work.into_iter().zip(prepared) {
-        let launched = prepared.and_then(|()| noted(&comm, comm.launch(calls)));
-        outcome = outcome.and_then(|status| launched.map(|()| status));
+    let begun = work
+        .into_iter()
+        .zip(prepared)
+        .map(|((comm, calls), prepared)| {
+            // One of which that is not known yet has nothing to launch either.
+            let streams = streams_of(&comm, &calls).unwrap_or_default();
+            let launches = prepared.and_then(|()| comm.begin(calls));
+            (streams, (comm, launches))
+        });
+    let mut parts: Vec<_> = begun.collect();
+    by_turns(&mut parts, |(comm, launches)| match launches {
+        Ok(left) => match comm.launch_next(left) {
+            Ok(more) => more,
+            Err(error) => {
+                *launches = Err(error);
+                false
+            }
+        },
+        Err(_) => false,
+    });
+    let results = parts.into_iter().map(|(_, (comm, launches))| {
+        let result = launches.map(|_| ());
+        noted(&comm, result)
+    });
+    // All are noted, whichever is returned.
+    let results: Vec<_> = results.collect();
+    results.into_iter().collect::<Result<(), Error>>()?;
+    Ok(Status::Success)
+}
+
+/// A stream of a device.
+type On = (i32, u64);
+
+/// Streams that calls are on.
+fn streams_of(comm: &Comm, calls: &[Call]) -> Result<Vec<On>, Error> {
+    let device = comm.device()?;
+    let mut streams: Vec<On> = calls.iter().map(|call| (device, call.stream())).collect();
+    streams.sort_unstable();
+    streams.dedup();
+    Ok(streams)
+}
+
+/// Whether what is on one stream may wait for what is on another of the two because it came later. All blocking streams of a
+/// device wait for its default one, and that for them.
+fn are_in_order(one: &[On], other: &[On]) -> bool {
+    let is_default = |stream| stream <= 1;
+    one.iter().any(|&(device, stream)| {
+        other.iter().any(|&(of, with)| {
+            device == of && (stream == with || is_default(stream) || is_default(with))
+        })
+    })
+}
+
+/// Does what several have to do, one `step` of each in turn, until each has said that there is no more. A launch blocks when the
+/// driver's queue is full, which it stays for as long as its kernels wait for those of another rank, maybe this
+/// thread's. What shares a stream with one before it comes after all of that one's: so the others have it on theirs.
+fn by_turns<T>(parts: &mut [(Vec<On>, T)], mut step: impl FnMut(&mut T) -> bool) {
+    let behind: Vec<Vec<usize>> = (0..parts.len())
+        .map(|part| {
+            let shares = |&before: &usize| are_in_order(&parts[before].0, &parts[part].0);
+            (0..part).filter(shares).collect()
+        })
+        .collect();
+    let mut left = vec![true; parts.len()];
+    while left.contains(&true) {
+        for part in 0..parts.len() {
+            // The first that is left is behind none.
+            if left[part] && !behind[part].iter().any(|&before| left[before]) {
+                left[part] = step(&mut parts[part].1);
+            }
+        }
     }
-    outcome
 }
 
 /// Refuses two ranks of one communicator on one stream, where the launch of the one waits for the other's behind it.
@@ -373,16 +462,13 @@ fn on_streams_apart(work: &CallsOfEach) -> Result<(), Error> {
             continue;
         };
         let tag = communicator.endpoint().group().tag();
-        let mut streams: Vec<u64> = calls.iter().map(Call::stream).collect();
-        streams.sort_unstable();
-        streams.dedup();
-        for stream in streams {
-            let here = (tag, comm.device()?, stream);
+        for on in streams_of(comm, calls)? {
+            let here = (tag, on);
             if seen.contains(&here) {
                 return Err(Error::usage(format!(
                     "two ranks of a communicator are called on one stream of device {}, where one waits for the other \
                      behind it; give each rank a stream of its own",
-                    here.1
+                    on.0
                 )));
             }
             seen.push(here);
@@ -395,6 +481,7 @@ fn on_streams_apart(work: &CallsOfEach) -> Result<(), Error> {
 fn no_thread(comm: &Comm, error: &std::io::Error, making: &Making) -> Error {
     let error = Error::system(format!("cannot start a thread: {error}"));
     comm.settle(Phase::Failed(error.clone()));
+    making.give_up(comm, &error);
     comm.stop("it could not start a thread");
     making.fail(&error);
     error
@@ -453,8 +540,7 @@ mod tests {
     use crate::config::Config;
     use crate::devices::Place;
 
-    #[test]
-    fn a_communicator_is_busy_until_all_of_its_work_has_ended() {
+    fn not_blocking() -> Arc<Comm> {
         let config = Config {
             blocking: false,
             name: None,
@@ -463,7 +549,78 @@ mod tests {
             device: Device::Cpu,
             number: None,
         };
-        let comm = Comm::new(config, place).unwrap();
+        Comm::new(config, place).unwrap()
+    }
+
+    #[test]
+    fn what_no_thread_makes_has_failed() {
+        let (parent, child, other) = (not_blocking(), not_blocking(), not_blocking());
+        let makes = |made: &Arc<Comm>| {
+            let makes = Some(Arc::clone(made));
+            let act = Box::new(|| Ok(()));
+            Work::Manage(vec![Manage { makes, act }])
+        };
+        let work = vec![
+            (Arc::clone(&parent), makes(&child)),
+            (Arc::clone(&other), makes(&other)),
+        ];
+        let making = Making::of(&work);
+        let error = no_thread(&parent, &std::io::Error::other("injected"), &making);
+        assert!(error.text.contains("injected"), "{}", error.text);
+        for comm in [&parent, &child] {
+            assert_eq!(comm.phase(), Phase::Failed(error.clone()));
+            assert_eq!(comm.asynchronous(), error.status);
+        }
+        // That is for its own thread to say, whose wait was ended.
+        assert!(other.is_stopped() && other.is_busy());
+    }
+
+    /// What is done by turns, in which order: each part's streams, and how often it has a step.
+    fn turns(parts: &[(&[On], usize)]) -> Vec<(usize, usize)> {
+        let mut all: Vec<_> = parts
+            .iter()
+            .enumerate()
+            .map(|(part, &(streams, steps))| (streams.to_vec(), (part, 0, steps)))
+            .collect();
+        let mut order = Vec::new();
+        by_turns(&mut all, |(part, done, steps)| {
+            order.push((*part, *done));
+            *done += 1;
+            done < steps
+        });
+        order
+    }
+
+    #[test]
+    fn each_has_its_turn_but_what_shares_a_stream_comes_later() {
+        let apart = turns(&[(&[(0, 7)], 3), (&[(1, 7)], 1), (&[(0, 8)], 2)]);
+        assert_eq!(apart, [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (0, 2)]);
+        // The third shares a stream with the first, and the last with the second.
+        let shared: [(&[On], usize); 4] = [
+            (&[(0, 7)], 2),
+            (&[(1, 7)], 3),
+            (&[(0, 6), (0, 7)], 2),
+            (&[(1, 7)], 1),
+        ];
+        let expected = [
+            (0, 0),
+            (1, 0),
+            (0, 1),
+            (1, 1),
+            (2, 0),
+            (1, 2),
+            (2, 1),
+            (3, 0),
+        ];
+        assert_eq!(turns(&shared), expected);
+        // A device's default stream is in order with all of its others.
+        let default = turns(&[(&[(0, 0)], 2), (&[(0, 7)], 1), (&[(1, 7)], 1)]);
+        assert_eq!(default, [(0, 0), (2, 0), (0, 1), (1, 0)]);
+    }
+
+    #[test]
+    fn a_communicator_is_busy_until_all_of_its_work_has_ended() {
+        let comm = not_blocking();
         let own = Arc::clone(&comm);
         let makes = Manage {
             makes: Some(Arc::clone(&comm)),

@@ -198,6 +198,7 @@ impl Library {
             status: Status::of_code(code),
             text: format!("{name} of {path} returned {code}: {}", words.join("; ")),
             shared: false,
+            early: false,
         }
     }
 

@@ -79,6 +79,8 @@ pub(crate) struct Error {
     pub(crate) text: String,
     /// Whether the other ranks find it out by themselves.
     pub(crate) shared: bool,
+    /// Whether the call came before the one before had ended: nothing was to be done yet, and it is made once more.
+    pub(crate) early: bool,
 }
 
 impl Error {
@@ -87,6 +89,7 @@ impl Error {
             status,
             text: text.into(),
             shared: status == Status::RemoteError,
+            early: false,
         }
     }
 
@@ -96,6 +99,14 @@ impl Error {
 
     pub(crate) fn usage(text: impl Into<String>) -> Self {
         Self::new(Status::InvalidUsage, text)
+    }
+
+    /// Of a call on a communicator that is still busy with the one before.
+    pub(crate) fn early(text: impl Into<String>) -> Self {
+        Self {
+            early: true,
+            ..Self::argument(text)
+        }
     }
 
     pub(crate) fn internal(text: impl Into<String>) -> Self {

@@ -17,11 +17,12 @@ use crossweft_plan::cost::{Topology, predict};
 use common::{NCCL, Program, checked, library};
 
 /// Cases in which ranks wait for seconds and do nothing else.
-const PATIENT: [&str; 9] = [
+const PATIENT: [&str; 10] = [
     "refused",
     "refused_prepared",
     "refused_message",
     "refused_signal",
+    "early",
     "refused_split",
     "refused_grow",
     "refused_window",

@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::liveness::Failure;
+use crate::message::MAX_WORLD_SIZE;
 use crate::root::RefuseReason;
 
 /// Why a call of this crate failed.
@@ -60,8 +61,8 @@ pub enum NetError {
         reason: String,
     },
 
-    /// A rank outside its world.
-    #[error("rank {rank} does not exist in a world of {world_size}; ranks count from 0 to {}", world_size.saturating_sub(1))]
+    /// A rank outside its world, or a world of a size that cannot be.
+    #[error("{}", out_of_world(*rank, *world_size))]
     InvalidRank {
         /// The rank.
         rank: u32,
@@ -332,6 +333,18 @@ impl fmt::Display for TurnedAway {
     }
 }
 
+/// What is wrong with a rank, or with the size of its world.
+pub(crate) fn out_of_world(rank: u32, world_size: u32) -> String {
+    match world_size {
+        0 => "a world of 0 ranks has no room for any; its size must be 1 at least".to_owned(),
+        1..=MAX_WORLD_SIZE => format!(
+            "rank {rank} does not exist in a world of {world_size}; ranks count from 0 to {}",
+            world_size - 1
+        ),
+        _ => format!("a world of {world_size} ranks is too large; it may have {MAX_WORLD_SIZE}"),
+    }
+}
+
 fn because(why: Option<&str>) -> String {
     why.map_or_else(String::new, |why| format!(" ({why})"))
 }
@@ -382,5 +395,22 @@ impl fmt::Display for RankList<'_> {
             write!(f, ", and {} more", self.0.len() - SHOWN)?;
         }
         f.write_str("]")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_that_a_rank_or_its_world_breaks_is_named() {
+        let said = |rank, world_size| NetError::InvalidRank { rank, world_size }.to_string();
+        assert!(
+            said(3, 3).ends_with("rank 3 does not exist in a world of 3; ranks count from 0 to 2")
+        );
+        assert!(said(0, 0).contains("must be 1 at least"), "{}", said(0, 0));
+        let large = said(0, 1 << 31);
+        assert!(large.contains("it may have 65536"), "{large}");
+        assert!(!large.contains("count from"), "{large}");
     }
 }

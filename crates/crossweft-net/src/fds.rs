@@ -21,8 +21,10 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use crate::auth::{self, AuthError, Handshake, Key, Role, Step};
+use crate::complaint::Complaint;
 use crate::error::NetError;
 use crate::poll::{self, Waker};
 
@@ -61,6 +63,7 @@ impl FdService {
             listener,
             shared: shared.clone(),
             clients: Vec::new(),
+            complaint: Complaint::default(),
         };
         let thread = std::thread::Builder::new()
             .name(format!("crossweft-fds-{rank}"))
@@ -231,6 +234,17 @@ fn fetch_once(
     }
 }
 
+/// The process that has this fd socket, which tells when it ends; `None` if it cannot be found, as from another container,
+/// or is this one.
+pub(crate) fn process_of(name: &str, deadline: Instant) -> Option<OwnedFd> {
+    let stream = connect(name, deadline).ok()?;
+    let pid = sockopt::socket_peercred(&stream).ok()?.pid;
+    if pid == getpid() {
+        return None;
+    }
+    pidfd_open(pid, PidfdFlags::empty()).ok()
+}
+
 /// Whether the other end of a Unix socket runs as the same user.
 pub(crate) fn is_own_user(socket: BorrowedFd<'_>) -> bool {
     sockopt::socket_peercred(socket)
@@ -300,6 +314,7 @@ struct Server {
     listener: UnixListener,
     shared: Arc<Shared>,
     clients: Vec<Client>,
+    complaint: Complaint,
 }
 
 struct Client {
@@ -360,7 +375,9 @@ impl Server {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
-                    tracing::warn!(%error, "the file-descriptor service could not accept");
+                    if let Some(words) = self.complaint.of(&error, Instant::now()) {
+                        tracing::warn!("the file-descriptor service could not accept: {words}");
+                    }
                     std::thread::sleep(Duration::from_millis(20));
                     break;
                 }
@@ -397,6 +414,8 @@ impl Client {
             match handshake.step(&mut self.stream) {
                 Step::Proven(_) => self.phase = Phase::Asking(Vec::new()),
                 Step::Pending => {}
+                // Who only wanted to know which process this is, or gave up.
+                Step::Failed(AuthError::Lost(_)) => return false,
                 Step::Failed(error) => {
                     tracing::warn!(rank, %error, "refused a file descriptor to a stranger");
                     return false;

@@ -27,6 +27,8 @@ const LINGER: Duration = Duration::from_secs(1);
 const TELLING: Duration = Duration::from_millis(250);
 /// How long to wait for the verdict on a rank whose socket is gone: died, or left?
 const VERDICT: Duration = Duration::from_secs(1);
+/// How long to look for the process of a neighbour, which is worth no more.
+const PROCESS_LIMIT: Duration = Duration::from_secs(1);
 
 /// One rank's membership in a job.
 ///
@@ -80,7 +82,18 @@ impl Group {
             silence_after: options.silence_after,
             cancel: options.cancel.as_ref(),
         };
-        let joined = joiner.join(&options.bind, member)?;
+        let mut joined = joiner.join(&options.bind, member)?;
+        for (&peer, link) in &mut joined.links {
+            let (member, own) = (
+                &joined.members[peer as usize],
+                &joined.members[rank as usize],
+            );
+            if member.host == own.host {
+                let name = fd_name(&tag, peer, &member.fd_socket);
+                let process = fds::process_of(&name, Instant::now() + PROCESS_LIMIT);
+                process.into_iter().for_each(|pidfd| link.watch(pidfd));
+            }
+        }
 
         let waker = Arc::new(Waker::new()?);
         let now = Instant::now();
@@ -591,7 +604,10 @@ impl Network {
         }
     }
 
-    fn wait(&self, deadline: Instant) -> Result<Vec<u32>, NetError> {
+    /// The ranks from which something came, or of which nothing more will.
+    fn wait(&mut self, deadline: Instant) -> Result<Vec<u32>, NetError> {
+        let given_up = self.links.values().filter_map(Link::given_up_at);
+        let deadline = given_up.fold(deadline, Instant::min);
         let mut fds = vec![PollFd::new(&self.shared.waker, PollFlags::IN)];
         for link in self.links.values() {
             let write = if link.wants_write() {
@@ -601,13 +617,36 @@ impl Network {
             };
             fds.push(PollFd::new(link, PollFlags::IN | write));
         }
+        let links = fds.len();
+        let process = |(&rank, link): (&u32, &Link)| link.process().map(|_| rank);
+        let watched: Vec<u32> = self.links.iter().filter_map(process).collect();
+        let processes = self.links.values().filter_map(Link::process);
+        fds.extend(processes.map(|pidfd| PollFd::new(pidfd, PollFlags::IN)));
         poll::until(&mut fds, deadline).map_err(|error| NetError::io("poll", error))?;
         self.shared.waker.drain();
-        let ready = fds[1..].iter().zip(self.links.keys());
-        Ok(ready
-            .filter(|(fd, _)| !fd.revents().is_empty())
+        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let ready: BTreeSet<u32> = fds[1..links]
+            .iter()
+            .zip(self.links.keys())
+            .filter(|(fd, _)| is_ready(fd))
             .map(|(_, &rank)| rank)
-            .collect())
+            .collect();
+        let ended: Vec<u32> = fds[links..]
+            .iter()
+            .zip(watched)
+            .filter(|(fd, _)| is_ready(fd))
+            .map(|(_, rank)| rank)
+            .collect();
+        let now = Instant::now();
+        for rank in ended {
+            if let Some(link) = self.links.get_mut(&rank) {
+                link.process_has_ended(now);
+            }
+        }
+        let come = |(&rank, link): (&u32, &Link)| {
+            (ready.contains(&rank) || link.is_given_up(now)).then_some(rank)
+        };
+        Ok(self.links.iter().filter_map(come).collect())
     }
 
     /// Reads all messages before it believes in any loss, so that an operation whose messages have

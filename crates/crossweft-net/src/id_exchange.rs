@@ -19,6 +19,7 @@ use sha2::{Digest, Sha256};
 
 use crate::auth;
 use crate::cancel::Cancel;
+use crate::complaint::Complaint;
 use crate::error::NetError;
 use crate::fds::{FetchError, connect, is_own_user, listen};
 use crate::group::Group;
@@ -239,7 +240,7 @@ fn serve(
     stop: &AtomicBool,
     waker: &Waker,
 ) {
-    let mut served = BTreeSet::new();
+    let (mut served, mut complaint) = (BTreeSet::new(), Complaint::default());
     while !stop.load(Ordering::Relaxed) {
         let mut fds = [
             PollFd::new(listener, PollFlags::IN),
@@ -255,7 +256,9 @@ fn serve(
                     error.kind(),
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
                 ) {
-                    tracing::warn!(%error, "could not accept whoever asks for the unique id");
+                    if let Some(words) = complaint.of(&error, Instant::now()) {
+                        tracing::warn!("could not accept whoever asks for the unique id: {words}");
+                    }
                     // Out of descriptors: do not spin until some are free again.
                     std::thread::sleep(RETRY);
                 }

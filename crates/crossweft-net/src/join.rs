@@ -10,6 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use crate::auth::{self, AuthError, Handshake, Key, Role, Step};
 use crate::bind::Bind;
 use crate::cancel::Cancel;
+use crate::complaint::Complaint;
 use crate::error::{NetError, RankList, TurnedAway};
 use crate::frame::{BUILD, FrameError, Kind, VERSION};
 use crate::link::{Link, LinkError};
@@ -325,9 +326,9 @@ impl Joiner<'_> {
                 .map_err(|error| died(rank, format!("connecting to it failed: {error}")))?;
             pending.push(Pending::to(rank, self.rank, stream, self.id.key())?);
         }
-        let mut root_speaks = true;
+        let (mut root_speaks, mut complaint) = (true, Complaint::default());
         while links.len() < neighbours.len() {
-            self.accept(listener, &mut pending)?;
+            self.accept(listener, &mut pending, &mut complaint)?;
             let mut next = Vec::new();
             for mut connection in pending {
                 match connection.step()? {
@@ -415,7 +416,12 @@ impl Joiner<'_> {
         }
     }
 
-    fn accept(&self, listener: &TcpListener, pending: &mut Vec<Pending>) -> Result<(), NetError> {
+    fn accept(
+        &self,
+        listener: &TcpListener,
+        pending: &mut Vec<Pending>,
+        complaint: &mut Complaint,
+    ) -> Result<(), NetError> {
         while pending.len() < MAX_STRANGERS {
             match listener.accept() {
                 Ok((stream, address)) => {
@@ -426,7 +432,9 @@ impl Joiner<'_> {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     if error.kind() != io::ErrorKind::WouldBlock {
-                        tracing::warn!(%error, "could not accept a connection");
+                        if let Some(words) = complaint.of(&error, Instant::now()) {
+                            tracing::warn!("could not accept a connection: {words}");
+                        }
                         // Out of descriptors: do not spin until some are free again.
                         std::thread::sleep(Duration::from_millis(20));
                     }

@@ -28,6 +28,7 @@ pub mod launch;
 
 mod bind;
 mod cancel;
+mod complaint;
 mod error;
 mod fds;
 mod frame;

@@ -8,8 +8,8 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Duration;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
 
@@ -18,6 +18,8 @@ use crate::frame::{Decoder, FrameError, Kind, encode};
 
 /// See above; Linux' default receive buffer offers twice this and a frame.
 const WINDOW: u64 = 32 << 10;
+/// How long what a process has sent before it ended may be on its way.
+const ENDED_GRACE: Duration = Duration::from_millis(500);
 /// How much is read before other connections have their turn.
 const READ_AT_ONCE: usize = 1 << 20;
 
@@ -33,6 +35,15 @@ pub(crate) struct Link {
     read_there: u64,
     /// How much the other end was told that we have read.
     acknowledged: u64,
+    process: Option<Process>,
+}
+
+/// The process at the other end.
+#[derive(Debug)]
+struct Process {
+    pidfd: OwnedFd,
+    /// When it was seen to have ended.
+    ended: Option<Instant>,
 }
 
 /// Why a link is of no more use.
@@ -42,6 +53,8 @@ pub(crate) enum LinkError {
     Closed,
     #[error("its connection broke: {0}")]
     Broken(io::Error),
+    #[error("its process has ended, and one that was forked from it keeps its connection open")]
+    Ended,
     #[error("it broke the protocol: {0}")]
     Frame(#[from] FrameError),
     #[error("it broke the protocol: {0}")]
@@ -61,6 +74,7 @@ impl Link {
             sent: 0,
             read_there: 0,
             acknowledged: 0,
+            process: None,
         })
     }
 
@@ -125,7 +139,12 @@ impl Link {
             let length = match self.stream.read(&mut buffer) {
                 Ok(0) => return Err(LinkError::Closed),
                 Ok(length) => length,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return match self.is_given_up(Instant::now()) {
+                        true => Err(LinkError::Ended),
+                        false => Ok(()),
+                    };
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(LinkError::Broken(error)),
             };
@@ -141,6 +160,35 @@ impl Link {
             }
         }
         Ok(())
+    }
+
+    /// Is told by `pidfd` when the process at the other end ends. Its connection closes then, too, unless a process that was
+    /// forked from it has it as well.
+    pub(crate) fn watch(&mut self, pidfd: OwnedFd) {
+        let ended = None;
+        self.process = Some(Process { pidfd, ended });
+    }
+
+    /// What can be read when that process ends, until it has.
+    pub(crate) fn process(&self) -> Option<&OwnedFd> {
+        let process = self.process.as_ref()?;
+        process.ended.is_none().then_some(&process.pidfd)
+    }
+
+    /// That process has ended.
+    pub(crate) fn process_has_ended(&mut self, now: Instant) {
+        if let Some(process) = &mut self.process {
+            process.ended.get_or_insert(now);
+        }
+    }
+
+    /// When nothing more is expected of a process that has ended.
+    pub(crate) fn given_up_at(&self) -> Option<Instant> {
+        Some(self.process.as_ref()?.ended? + ENDED_GRACE)
+    }
+
+    pub(crate) fn is_given_up(&self, now: Instant) -> bool {
+        self.given_up_at().is_some_and(|at| now >= at)
     }
 
     pub(crate) fn stream(&self) -> &TcpStream {

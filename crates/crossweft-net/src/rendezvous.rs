@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::bind::{self, Bind};
+use crate::complaint::Complaint;
 use crate::error::NetError;
 use crate::link;
 use crate::poll::{self, Waker};
@@ -99,6 +100,7 @@ impl Rendezvous {
             streams: BTreeMap::new(),
             next_client: 0,
             accept_again: Instant::now(),
+            complaint: Complaint::default(),
             waker: waker.clone(),
             stop: stop.clone(),
         };
@@ -143,6 +145,7 @@ struct Service {
     streams: BTreeMap<Client, Stream>,
     next_client: Client,
     accept_again: Instant,
+    complaint: Complaint,
     waker: Arc<Waker>,
     stop: Arc<AtomicBool>,
 }
@@ -254,8 +257,11 @@ impl Service {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // Out of file descriptors, or a connection that is gone already: not our end.
                 Err(error) => {
-                    tracing::warn!(%error, "the rendezvous could not accept a connection");
-                    self.accept_again = Instant::now() + ACCEPT_PAUSE;
+                    let now = Instant::now();
+                    if let Some(words) = self.complaint.of(&error, now) {
+                        tracing::warn!("the rendezvous could not accept a connection: {words}");
+                    }
+                    self.accept_again = now + ACCEPT_PAUSE;
                 }
             }
         }

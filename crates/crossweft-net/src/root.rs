@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{self, Handshake, Key, Role, Step};
-use crate::error::{NetError, RankList, TurnedAway};
+use crate::error::{NetError, RankList, TurnedAway, out_of_world};
 use crate::frame::{BUILD, Decoder, Kind, VERSION, encode};
 use crate::message::{Answer, Hello, MAX_WORLD_SIZE, Member, Missing, from_slice};
 
@@ -656,10 +656,7 @@ impl fmt::Display for RefuseReason {
                 )
             }
             Self::RankOutOfRange { rank, world_size } => {
-                write!(
-                    f,
-                    "rank {rank} does not fit into a world of {world_size} ranks"
-                )
+                write!(f, "{}", out_of_world(*rank, *world_size))
             }
             Self::Build { theirs, ours } => write!(
                 f,

@@ -26,6 +26,9 @@ impl Id {
 fn ranks(count: i32, rank: i32) -> Result<(u32, u32), Error> {
     match (u32::try_from(count), u32::try_from(rank)) {
         (Ok(count), Ok(rank)) if rank < count => Ok((count, rank)),
+        _ if count < 1 => Err(Error::argument(format!(
+            "nranks is {count}; a communicator has 1 rank at least"
+        ))),
         _ => Err(Error::argument(format!(
             "rank {rank} of {count} does not exist; ranks count from 0"
         ))),

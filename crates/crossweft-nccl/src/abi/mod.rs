@@ -76,7 +76,7 @@ fn calling<T>(comm: Address, act: impl FnOnce(&Arc<Comm>) -> Result<T, Error>) -
 
 /// Looks at what all ranks are to do together. If that is refused, the other ranks learn it.
 fn asking<T>(comm: &Arc<Comm>, act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    act().inspect_err(|_| comm.refuse())
+    act().inspect_err(|error| comm.refuse(error))
 }
 
 /// A call that counts in a group: if it fails, so does the group.

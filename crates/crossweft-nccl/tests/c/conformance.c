@@ -469,8 +469,8 @@ static void init_arguments(void) {
     ncclComm_t comm = (ncclComm_t)&id;
     OK(ncclGetUniqueId(&id));
     SAYS(ncclInvalidArgument, "rank 2 of 2", ncclCommInitRank(&comm, 2, id, 2));
+    SAYS(ncclInvalidArgument, "nranks is 0", ncclCommInitRank(&comm, 0, id, 0));
     SAYS(ncclInvalidArgument, "rank -1 of 2", ncclCommInitRank(&comm, 2, id, -1));
-    SAYS(ncclInvalidArgument, "rank 0 of 0", ncclCommInitRank(&comm, 0, id, 0));
     SAYS(ncclInvalidArgument, "comm is NULL", ncclCommInitRank(NULL, 1, id, 0));
     memset(&bad, 7, sizeof bad);
     SAYS(ncclInvalidArgument, "unique id", ncclCommInitRank(&comm, 1, bad, 0));
@@ -972,6 +972,42 @@ static void turns_main(struct rank* r) {
     OK(ncclCommAbort(comm));
 }
 
+/* What a rank sends itself it receives in the same group, as many times and as much: anything else is refused at once, and of
+   the group nothing is run. */
+static void oneself_main(struct rank* r) {
+    ncclComm_t comm = join(r);
+    ncclResult_t state;
+    double start = now();
+    int me = r->rank;
+    char from[8] = {1, 2, 3, 4, 5, 6, 7, 8}, to[8] = {0};
+    SAYS(ncclInvalidUsage, "receives 1 of them", ncclRecv(to, 4, ncclUint8, me, comm, NULL));
+    SAYS(ncclInvalidUsage, "sends itself 1 messages", ncclSend(from, 4, ncclUint8, me, comm, NULL));
+    for (int sends = 1; sends <= 3; sends++) {
+        OK(ncclGroupStart());
+        for (int i = 0; i < sends; i++) OK(ncclSend(from + 2 * i, 2, ncclUint8, me, comm, NULL));
+        for (int i = 0; i < 2; i++) OK(ncclRecv(to + 2 * i, 2, ncclUint8, me, comm, NULL));
+        if (sends == 2) OK(ncclGroupEnd());
+        else SAYS(ncclInvalidUsage, "in one group", ncclGroupEnd());
+        CHECK(to[0] == (sends < 2 ? 0 : 1) && to[3] == (sends < 2 ? 0 : 4));
+    }
+    /* The same bytes, but not the same messages. */
+    OK(ncclGroupStart());
+    for (int i = 0; i < 2; i++) {
+        OK(ncclSend(from, (size_t)(2 + i), ncclUint8, me, comm, NULL));
+        OK(ncclRecv(to + 4 * i, (size_t)(3 - i), ncclUint8, me, comm, NULL));
+    }
+    SAYS(ncclInvalidArgument, "2 bytes where it receives 3", ncclGroupEnd());
+    CHECK(now() - start < 20);
+    OK(ncclCommGetAsyncError(comm, &state));
+    CHECK(state == ncclSuccess);
+    float x = 1, y = 0;
+    OK(ncclAllReduce(&x, &y, 1, ncclFloat32, ncclSum, comm, NULL));
+    CHECK(y == (float)r->ranks);
+    OK(ncclCommDestroy(comm));
+}
+
+static void oneself(void) { in_threads(1, oneself_main); in_threads(2, oneself_main); }
+
 /* Two receives into the same bytes are a bad argument like any other: of the group nothing is run. */
 static void shared_receives(void) {
     ncclComm_t comm;
@@ -1136,6 +1172,25 @@ static void receive_killed_main(struct rank* r) {
     }
     int x;
     SAYS(ncclRemoteError, "rank 1 died", ncclRecv(&x, 1, ncclInt32, 1, comm, NULL));
+    OK(ncclCommAbort(comm));
+}
+
+/* Its end is told at once also while a process that it has forked has its connections open. */
+static void forked_killed_main(struct rank* r) {
+    ncclComm_t comm = join(r);
+    double start = now();
+    if (r->rank == 1) {
+        pause_ms(100);
+        if (fork() == 0) {
+            for (int fd = 0; fd < 3; fd++) close(fd);
+            pause_ms(60000);
+            _exit(0);
+        }
+        kill(getpid(), SIGKILL);
+    }
+    int x;
+    SAYS(ncclRemoteError, "rank 1 died", ncclRecv(&x, 1, ncclInt32, 1, comm, NULL));
+    CHECK(now() - start < 25);
     OK(ncclCommAbort(comm));
 }
 
@@ -1417,6 +1472,34 @@ static void refused_message_main(struct rank* r) {
     }
     CHECK(now() - start < 100);
     OK(ncclCommAbort(comm));
+}
+
+/* One that came too early for this communicator is none: it is made once more, and whoever waits for it waits on. */
+static void early_main(struct rank* r) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    ncclComm_t comm;
+    IS(ncclInProgress, ncclCommInitRankConfig(&comm, r->ranks, r->id, r->rank, &config));
+    IS(ncclSuccess, settled(comm));
+    float x = (float)r->rank;
+    if (r->rank == 0) {
+        IS(ncclInProgress, ncclRecv(&x, 1, ncclFloat32, 1, comm, NULL));
+    } else if (r->rank == 1) {
+        IS(ncclInProgress, ncclRecv(&x, 1, ncclFloat32, 2, comm, NULL));
+        SAYS(ncclInvalidArgument, "ncclCommGetAsyncError", ncclSend(&x, 1, ncclFloat32, 0, comm, NULL));
+        OK(ncclGroupStart());
+        IS(ncclInvalidArgument, ncclSend(&x, 1, ncclFloat32, 0, comm, NULL));
+        IS(ncclInvalidArgument, ncclGroupEnd());
+        IS(ncclSuccess, settled(comm));
+        IS(ncclInProgress, ncclSend(&x, 1, ncclFloat32, 0, comm, NULL));
+    } else {
+        /* Longer than a refusal is waited for. */
+        pause_ms(8000);
+        IS(ncclInProgress, ncclSend(&x, 1, ncclFloat32, 1, comm, NULL));
+    }
+    IS(ncclSuccess, settled(comm));
+    CHECK(x == 2);
+    OK(ncclCommDestroy(comm));
 }
 
 /* The same of what all ranks do beside calls: making communicators of another, after which the other is as before, and
@@ -2108,6 +2191,7 @@ static void refused(void) { in_threads(2, refused_main); }
 static void refused_prepared(void) { was_prepared = 1; in_threads(2, refused_main); }
 static void refused_message(void) { in_threads(2, refused_message_main); }
 static void refused_signal(void) { is_signal = 1; in_threads(2, refused_message_main); }
+static void early(void) { in_threads(3, early_main); }
 static void refused_split(void) { in_threads(2, refused_split_main); }
 static void refused_grow(void) { in_threads(2, refused_grow_main); }
 static void refused_window(void) { in_threads(2, refused_window_main); }
@@ -2137,6 +2221,7 @@ static void operations(void) { in_threads(2, operations_main); }
 static void one_sided(void) { in_threads(3, one_sided_main); in_threads(1, one_sided_main); }
 static void one_sided_processes(void) { in_processes(2, -1, one_sided_main); }
 static void one_sided_killed(void) { in_processes(2, 1, one_sided_killed_main); }
+static void forked_killed(void) { in_processes(2, 1, forked_killed_main); }
 static void receive_killed(void) { in_processes(2, 1, receive_killed_main); }
 
 #define CASE(name) {#name, name}
@@ -2172,12 +2257,14 @@ static const struct {
     CASE(everybody),
     CASE(turns),
     CASE(shared_receives),
+    CASE(oneself),
     CASE(one_thread_sends),
     CASE(operations),
     CASE(one_sided),
     CASE(one_sided_processes),
     CASE(one_sided_killed),
     CASE(receive_killed),
+    CASE(forked_killed),
     CASE(no_waiting),
     CASE(abort_init),
     CASE(aborted),
@@ -2187,6 +2274,7 @@ static const struct {
     CASE(refused_prepared),
     CASE(refused_message),
     CASE(refused_signal),
+    CASE(early),
     CASE(refused_split),
     CASE(refused_grow),
     CASE(refused_window),

@@ -1,0 +1,63 @@
+//! What a listener that cannot accept says of it, which it tries again and again.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+
+/// How long it says nothing more.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// When it was said last.
+#[derive(Debug, Default)]
+pub(crate) struct Complaint(Option<Instant>);
+
+impl Complaint {
+    /// What to say of an error now, if it is time for that.
+    pub(crate) fn of(&mut self, error: &io::Error, now: Instant) -> Option<String> {
+        let is_new = |last: Instant| now.saturating_duration_since(last) >= AGAIN;
+        if !self.0.is_none_or(is_new) {
+            return None;
+        }
+        self.0 = Some(now);
+        Some(match Errno::from_io_error(error) {
+            Some(Errno::MFILE) => {
+                let limit = getrlimit(Resource::Nofile).current;
+                let limit = limit.map_or("all that there are".to_owned(), |n| n.to_string());
+                format!(
+                    "{error}: this process has as many open files as it may, {limit}; raise that with `ulimit -n`"
+                )
+            }
+            Some(Errno::NFILE) => {
+                format!(
+                    "{error}: the host has as many as it may, which is in /proc/sys/fs/file-max"
+                )
+            }
+            _ => error.to_string(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_is_named_once_and_again_after_a_while() {
+        let (mut complaint, now) = (Complaint::default(), Instant::now());
+        let full = io::Error::from(Errno::MFILE);
+        let said: Vec<_> = (0..1000)
+            .map(|turn| now + Duration::from_millis(20) * turn)
+            .filter_map(|at| complaint.of(&full, at))
+            .collect();
+        assert_eq!(said.len(), 2);
+        let limit = getrlimit(Resource::Nofile).current.unwrap().to_string();
+        for words in ["`ulimit -n`", &limit] {
+            assert!(said[0].contains(words), "{}", said[0]);
+        }
+        let gone = io::Error::from(Errno::CONNABORTED);
+        let later = now + Duration::from_secs(60);
+        assert_eq!(complaint.of(&gone, later), Some(gone.to_string()));
+    }
+}
