@@ -192,7 +192,8 @@ class Plan:
 
         Host tensors are complete when this returns. CUDA tensors are worked on in the order of ``stream`` (a
         raw handle, such as ``torch.cuda.current_stream().cuda_stream``), by default the stream that the tensor's
-        library works on, or the legacy default stream.
+        library works on, or the legacy default stream. The stream must outlive the communicator, which waits for it
+        before it gives memory back.
         """
     def prepare(
         self, communicator: Communicator, *, dtype: _DType, max_bytes: int, op: _Op | None = None

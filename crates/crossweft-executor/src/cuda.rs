@@ -1,7 +1,7 @@
 //! Launching on a CUDA device: the kernel of a data type.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossweft_channel::KernelGuard;
@@ -29,6 +29,18 @@ pub(crate) struct CudaLauncher {
     /// Threads of a block.
     threads: u32,
     guard: Arc<KernelGuard>,
+    /// What nobody else may wait for. Launches follow one another, so with the last all have ended.
+    last: Mutex<Option<Last>>,
+}
+
+/// Where the last launch was put whose end the caller need not wait for, or that did not end in time.
+#[derive(Debug)]
+struct Last {
+    stream: Stream,
+    /// The stream's number, if the driver can tell.
+    id: Option<u64>,
+    /// How long the kernel's waits may take.
+    limit: Duration,
 }
 
 /// How a plan is run in one piece.
@@ -102,6 +114,7 @@ impl CudaLauncher {
             op,
             threads,
             guard: Arc::new(KernelGuard::new(context)?),
+            last: Mutex::new(None),
         })
     }
 
@@ -207,6 +220,58 @@ impl CudaLauncher {
         failed: impl Fn() -> bool,
     ) -> Result<(), CudaError> {
         self.guard.wait(stream, limit, failed)
+    }
+
+    /// Notes that something is about to be launched on `stream`, if that is there for long enough to come back to it.
+    pub(crate) fn note(&self, stream: &Stream, limit: Duration) -> Result<(), CudaError> {
+        // What is recorded runs when its graph does, on whatever stream.
+        if let Some(stream) = stream.again()
+            && !stream.is_capturing()?
+        {
+            let id = stream.id()?;
+            self.keep(Last { stream, id, limit });
+        }
+        Ok(())
+    }
+
+    fn keep(&self, last: Last) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
+    }
+
+    /// Keeps a stream on which something did not end in time.
+    pub(crate) fn give_up(&self, stream: Stream, limit: Duration) {
+        let id = None;
+        self.keep(Last { stream, id, limit });
+    }
+
+    /// Blocks until what was noted has ended, and no longer than it can take; `failed` as in [`wait`](Self::wait).
+    pub(crate) fn finish(&self, failed: impl Fn() -> bool) -> Result<(), CudaError> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Last { stream, id, limit }) = &*last else {
+            return Ok(());
+        };
+        let context = stream.context();
+        let wait = || {
+            // Its handle may be another's by now, and every thread's own default stream has the same.
+            if id.is_some() && stream.id()? != *id {
+                return Err(CudaError::Incapable {
+                    device: context.ordinal(),
+                    what: "wait for a launch",
+                    reason:
+                        "its stream is gone; keep streams for longer than what launches on them"
+                            .to_owned(),
+                });
+            }
+            self.wait(stream, *limit, failed)
+        };
+        match context.driver().aside_from_captures(wait).flatten() {
+            // Of a lost context nothing runs any more.
+            Ok(()) | Err(CudaError::ContextLost { .. }) => {
+                *last = None;
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// What ended a kernel's wait, if one was ended since the plan was prepared.

@@ -194,15 +194,17 @@ impl Prepared {
         guard: &Guard<'_>,
         enqueue: impl FnOnce(&cuda::Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecutorError> {
-        let stream = &launcher.stream().map_err(|error| self.device(error))?;
+        let stream = launcher.stream().map_err(|error| self.device(error))?;
         let failed = || {
             self.endpoint.group().liveness().stopped()
                 || guard.finds_other_size()
                 || guard.is_interrupted()
         };
-        enqueue(stream)
-            .and_then(|()| launcher.wait(stream, limit, failed))
-            .map_err(|error| self.device(error))?;
+        let ended = enqueue(&stream).and_then(|()| launcher.wait(&stream, limit, failed));
+        if let Err(error) = ended {
+            launcher.give_up(stream, limit);
+            return Err(self.device(error));
+        }
         match launcher.interrupted() {
             None => Ok(()),
             Some(interrupted) => Err(self.explain(&interrupted, guard)),
@@ -265,7 +267,8 @@ impl Prepared {
     ///
     /// # Safety
     /// As for [`launch_on`](Self::launch_on); this must be kept until the launch, and any graph that
-    /// it was recorded into, is done with. Launches of one plan must follow one another.
+    /// it was recorded into, is done with, but for a launch on a [lasting](cuda::Stream::lasting) stream: for that it waits
+    /// itself when it is dropped. Launches of one plan must follow one another.
     pub unsafe fn launch_on_cuda(
         &self,
         stream: &cuda::Stream,
@@ -278,14 +281,15 @@ impl Prepared {
         }
         let launch = buffers.launch();
         // SAFETY: the caller's promise.
-        self.with_cuda(limit, |launcher| unsafe {
+        self.with_cuda(stream, limit, |launcher| unsafe {
             self.enqueue(launcher, stream, &launch, limit)
         })
     }
 
-    /// Has `body` launch something, which does not wait for it.
+    /// Has `body` launch something on `stream`, which does not wait for it.
     pub(crate) fn with_cuda<T>(
         &self,
+        stream: &cuda::Stream,
         limit: Duration,
         body: impl FnOnce(&CudaLauncher) -> Result<T, CudaError>,
     ) -> Result<T, ExecutorError> {
@@ -298,7 +302,27 @@ impl Prepared {
         };
         // Of an earlier launch, which nobody may have asked about.
         self.check_launched(launcher)?;
-        body(launcher).map_err(|error| self.device(error))
+        // First, for something may be under way also if not all could be launched.
+        let noted = launcher.note(stream, limit);
+        noted
+            .and_then(|()| body(launcher))
+            .map_err(|error| self.device(error))
+    }
+
+    /// Blocks until what nobody else may wait for has ended.
+    pub(crate) fn finish(&self) -> Result<(), CudaError> {
+        let failed = || self.endpoint.group().liveness().stopped();
+        let finished = match self.machine.take(Duration::from_secs(1)).as_deref() {
+            Some(Machine::Cuda(launcher)) => launcher.finish(failed),
+            _ => Ok(()),
+        };
+        if let Err(error) = &finished {
+            tracing::warn!(
+                %error, plan = self.name, rank = self.program.rank,
+                "a plan goes while a launch of it may still run, so its memory is not given back"
+            );
+        }
+        finished
     }
 
     /// Whether every launch that has ended, ended well; does not block. Ask after the stream has

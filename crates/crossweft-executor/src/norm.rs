@@ -291,7 +291,7 @@ impl TokenNorm {
                 Way::OneShot(one) => {
                     one.plan.check_bytes(bytes)?;
                     let raw = raw(buffers, 0, bytes);
-                    let launched = one.plan.with_cuda(limit, |launcher| {
+                    let launched = one.plan.with_cuda(stream, limit, |launcher| {
                         let launch = raw.launch();
                         let one_shot = launcher.one_shot(&one.plan.program, &launch, limit);
                         match one_shot.filter(|_| norm.aligned != 0) {

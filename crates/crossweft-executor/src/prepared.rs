@@ -209,8 +209,8 @@ pub struct Prepared {
     pub(crate) pre_multiplier: Option<PreMultiplier>,
     options: Options,
     shape: Shape,
-    // What the program points to.
-    _tables: Tables,
+    // What the program points to; there until this is dropped.
+    tables: Option<Tables>,
     scratch: Option<Scratch>,
 }
 
@@ -362,7 +362,7 @@ impl Prepared {
                 pre_multiplier,
                 options: options.clone(),
                 shape,
-                _tables: tables,
+                tables: Some(tables),
                 scratch,
             })
         });
@@ -718,6 +718,24 @@ impl Prepared {
             rank: self.program.rank,
             reason,
         }
+    }
+}
+
+impl Drop for Prepared {
+    /// Waits for launches that nobody else may have waited for: memory is unmapped under kernels that use it, which ends the
+    /// context.
+    fn drop(&mut self) {
+        if self.finish().is_ok() {
+            return;
+        }
+        // With the guard's words, which are the kernel's too, the context stays.
+        std::mem::forget((
+            self.tables.take(),
+            self.scratch.take(),
+            self.pre_multiplier.take(),
+            self.guard.take(),
+            self.options.buffers.clone(),
+        ));
     }
 }
 

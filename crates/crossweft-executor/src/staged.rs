@@ -178,8 +178,8 @@ impl Staged {
     ///
     /// # Safety
     /// Both must be device memory of the plan's blocks of `bytes` bytes, the same or without overlap, which
-    /// nobody else uses until the launch has ended; this must be kept until then. Launches of one plan must
-    /// follow one another.
+    /// nobody else uses until the launch has ended; this must be kept as for [`Prepared::launch_on_cuda`]. Launches of one
+    /// plan must follow one another.
     pub unsafe fn launch_on_cuda(
         &self,
         stream: &cuda::Stream,
@@ -226,6 +226,16 @@ impl Staged {
     /// As for [`Prepared::check`].
     pub fn check(&self) -> Result<(), ExecutorError> {
         self.prepared.check()
+    }
+
+    /// Blocks until launches on [lasting](cuda::Stream::lasting) streams have ended, at most as long as their waits may
+    /// take. It does so itself when it is dropped; this is for whoever must not wait there, and must keep it if this fails.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Device`] if they have not ended, or the stream is gone.
+    pub fn finish(&self) -> Result<(), ExecutorError> {
+        let finished = self.prepared.finish();
+        finished.map_err(|error| self.prepared.device(error))
     }
 
     /// Ends the waits of all launches, as [`Prepared::end_waits`] does.

@@ -362,7 +362,12 @@ fn streams_wait_no_longer_than_they_may() {
     // SAFETY: the stub looks behind no stream.
     let theirs = unsafe { Stream::from_raw(&context, 0xabc0) };
     assert_eq!(theirs.raw(), 0xabc0);
-    drop(theirs);
+    assert!(theirs.again().is_none());
+    // SAFETY: as above.
+    let lasting = unsafe { Stream::lasting(&context, 0xdef0) };
+    assert_eq!(lasting.again().unwrap().raw(), 0xdef0);
+    assert!(stream.again().is_none());
+    drop((theirs, lasting));
     assert!(!stub.calls().contains(&"cuStreamDestroy_v2".to_owned()));
 
     let event = Event::with_timing(&context).unwrap();
@@ -431,7 +436,7 @@ fn what_does_not_compile_says_why() {
 }
 
 #[test]
-fn modules_are_loaded_once_for_all_who_have_them() {
+fn modules_are_loaded_once_for_all_who_ever_have_them() {
     static TEXT: &str = ".version 7.8";
     let stub = stub!();
     let context = stub.context();
@@ -447,16 +452,14 @@ fn modules_are_loaded_once_for_all_who_have_them() {
     let get = |options| Module::shared(&context, "text", TEXT, options).unwrap();
     stub.calls();
     let (first, second) = (get(&options), get(&options));
-    assert!(std::sync::Arc::ptr_eq(&first, &second));
     assert_eq!(loads(), 1);
     let third = get(&other);
-    assert!(!std::sync::Arc::ptr_eq(&first, &third));
     assert_eq!(loads(), 1);
-    // Nobody has it any more: it was unloaded.
-    drop((first, second));
-    assert!(stub.calls().contains(&"cuModuleUnload".to_owned()));
+    // Nobody has them any more: they stay, for unloading would wait for kernels.
+    drop((first, second, third));
     get(&options);
-    assert_eq!(loads(), 1);
+    get(&other);
+    assert_eq!(stub.calls(), [""; 0]);
     // By name, the text is made only where it is needed.
     let made = std::cell::Cell::new(0);
     let named = |name| {
@@ -467,8 +470,16 @@ fn modules_are_loaded_once_for_all_who_have_them() {
         Module::shared_by_name(&context, name, text, &options).unwrap()
     };
     let (one, again, other) = (named("one"), named("one"), named("other"));
-    assert!(std::sync::Arc::ptr_eq(&one, &again) && !std::sync::Arc::ptr_eq(&one, &other));
     assert_eq!((loads(), made.get()), (2, 2));
+    // What is nobody else's goes with its kernels, what is shared with the context.
+    let alone = Module::load(&context, "text", TEXT, &options).unwrap();
+    stub.calls();
+    drop((one, again, other, alone));
+    assert_eq!(stub.calls(), ["cuModuleUnload"]);
+    drop(context);
+    let mut unloaded = vec!["cuModuleUnload"; 4];
+    unloaded.push("cuDevicePrimaryCtxRelease_v2");
+    assert_eq!(stub.calls(), unloaded);
 }
 
 #[test]

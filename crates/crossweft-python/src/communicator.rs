@@ -1,6 +1,7 @@
 //! Communicators, and what is prepared on them.
 
 use std::collections::HashMap;
+use std::mem::{forget, take};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -126,9 +127,19 @@ impl Drop for Communicator {
         if let Some(pool) = self.pool.get() {
             pool.abandon();
         }
-        // It waits for its launches.
-        let exchange = &self.exchange;
-        detached(|| drop(lock(exchange).take()));
+        // They wait for their launches, while what is looked after still is.
+        let this = &*self;
+        detached(|| {
+            drop((
+                lock(&this.exchange).take(),
+                take(&mut *lock(&this.plans)),
+                take(&mut *lock(&this.replaced)),
+                take(&mut *lock(&this.collectives)),
+                take(&mut *lock(&this.replaced_collectives)),
+                take(&mut *lock(&this.rms_norms)),
+                take(&mut *lock(&this.replaced_rms_norms)),
+            ));
+        });
     }
 }
 
@@ -587,7 +598,8 @@ impl Communicator {
                     bytes: (bytes - done).min(piece as u64),
                 };
                 // SAFETY: device memory of the tensors, contiguous, checked not to overlap; libraries keep
-                // what is used on their streams, and what is prepared is kept by `self`. The stream orders it.
+                // what is used on their streams, and what is prepared is kept by `self`, which waits for the stream before
+                // it goes. The stream orders it.
                 unsafe { prepared.launch_on_cuda(&stream, &buffers, self.limit()) }?;
                 done += buffers.bytes;
             }
@@ -625,9 +637,9 @@ impl Communicator {
 
     pub(crate) fn stream(&self, handle: u64) -> PyResult<cuda::Stream> {
         match self.core.device() {
-            // SAFETY: what the tensor's library, or the caller, calls a stream of this device; it lives as
-            // long as the call, and the driver refuses what is none.
-            Device::Cuda(context) => Ok(unsafe { cuda::Stream::from_raw(context, handle) }),
+            // SAFETY: what the tensor's library, or the caller, calls a stream of this device, and the driver refuses what is
+            // none. Libraries keep theirs for good; callers are asked to keep theirs as long as the communicator.
+            Device::Cuda(context) => Ok(unsafe { cuda::Stream::lasting(context, handle) }),
             _ => Err(Exception::usage(
                 "a stream was given, but the communicator is on the CPU",
             )),
@@ -1430,6 +1442,18 @@ pub(crate) struct PreparedPlan {
     dtype: DataType,
     takes_host: bool,
     blocks: (u32, u32),
+}
+
+impl Drop for PreparedPlan {
+    fn drop(&mut self) {
+        // Not where it goes itself, which holds the interpreter.
+        let staged = &self.staged;
+        detached(|| {
+            if staged.finish().is_err() {
+                forget(Arc::clone(staged));
+            }
+        });
+    }
 }
 
 #[pymethods]

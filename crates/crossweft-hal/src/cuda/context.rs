@@ -28,7 +28,8 @@ pub struct Context {
     /// Pinned memory that nobody has any more: the driver frees it, and finds more, only when no kernel runs, so that a rank
     /// that frees some would wait for kernels that wait for its next launch.
     pub(super) idle_pinned: Mutex<Vec<Pinned>>,
-    /// Modules that several may use. They hold this, so it does not hold them.
+    /// Modules that several may use, and that are unloaded with this: the driver waits for all kernels before it unloads one,
+    /// so that a rank that does would wait for kernels that wait for its next launch. There are as many as kernels.
     pub(super) modules: Mutex<Vec<Loaded>>,
 }
 
@@ -161,6 +162,7 @@ impl Drop for Context {
             });
         }
         Pinned::free_idle(self);
+        Loaded::unload_all(self);
         let device = &self.device;
         // SAFETY: retained once in `retain`, and nothing that needs it is left: all hold this.
         let released = unsafe {

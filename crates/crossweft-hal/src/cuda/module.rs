@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::marker::PhantomData;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, PoisonError};
 
 use super::context::Context;
 use super::driver::{Driver, Version};
@@ -37,15 +37,32 @@ pub(super) struct Loaded {
     /// Its text, or its name.
     key: &'static str,
     options: CompileOptions,
-    module: Weak<Module>,
+    raw: CuModule,
 }
 
-/// A module, loaded. Unloaded with the last of its kernels, which waits for kernels that run, whosever they are.
+impl Loaded {
+    /// Unloads all of a context that goes.
+    pub(super) fn unload_all(context: &mut Context) {
+        let modules = context.modules.get_mut();
+        let modules = std::mem::take(modules.unwrap_or_else(PoisonError::into_inner));
+        for module in modules {
+            context.release("a module", |driver| {
+                // SAFETY: loaded once; its kernels, which hold the context, are gone.
+                unsafe { driver.cuModuleUnload(module.raw) }
+            });
+        }
+    }
+}
+
+/// A module, loaded. One that is not [shared](Self::shared) is unloaded with the last of its kernels, which waits for kernels
+/// that run, whosever they are.
 #[derive(Debug)]
 pub struct Module {
     context: Arc<Context>,
     raw: CuModule,
     name: String,
+    /// Whether the context unloads it.
+    is_shared: bool,
 }
 
 impl Module {
@@ -64,6 +81,16 @@ impl Module {
         ptx: &str,
         options: &CompileOptions,
     ) -> Result<Arc<Self>, CudaError> {
+        let raw = Self::compile(context, name, ptx, options)?;
+        Ok(Self::of(context, name, raw, false))
+    }
+
+    fn compile(
+        context: &Context,
+        name: &str,
+        ptx: &str,
+        options: &CompileOptions,
+    ) -> Result<CuModule, CudaError> {
         let invalid = |what: &'static str, log: String| CudaError::Compile {
             module: name.to_owned(),
             device: context.ordinal(),
@@ -116,11 +143,11 @@ impl Module {
             ),
             other => other,
         })?;
-        Ok(Self::of(context, name, raw))
+        Ok(raw)
     }
 
-    /// [`load`](Self::load), once for all who ask for the same text with the same options while one of them has
-    /// it.
+    /// [`load`](Self::load), once for all who ask for the same text with the same options. It stays loaded for as long as
+    /// the context: unloading waits for kernels, which may wait for whatever the last who has it does next.
     ///
     /// # Errors
     /// As for [`load`](Self::load).
@@ -130,8 +157,8 @@ impl Module {
         ptx: &'static str,
         options: &CompileOptions,
     ) -> Result<Arc<Self>, CudaError> {
-        Self::shared_as(context, ptx, options, || {
-            Self::load(context, name, ptx, options)
+        Self::shared_as((context, name), ptx, options, || {
+            Self::compile(context, name, ptx, options)
         })
     }
 
@@ -145,41 +172,40 @@ impl Module {
         text: impl FnOnce() -> String,
         options: &CompileOptions,
     ) -> Result<Arc<Self>, CudaError> {
-        Self::shared_as(context, name, options, || {
-            Self::load(context, name, &text(), options)
+        Self::shared_as((context, name), name, options, || {
+            Self::compile(context, name, &text(), options)
         })
     }
 
     fn shared_as(
-        context: &Context,
+        (context, name): (&Arc<Context>, &str),
         key: &'static str,
         options: &CompileOptions,
-        load: impl FnOnce() -> Result<Arc<Self>, CudaError>,
+        load: impl FnOnce() -> Result<CuModule, CudaError>,
     ) -> Result<Arc<Self>, CudaError> {
         // Held while it is loaded, so that it is loaded once.
         let mut modules = context
             .modules
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        modules.retain(|loaded| loaded.module.strong_count() > 0);
         let same = |loaded: &&Loaded| loaded.key == key && loaded.options == *options;
-        if let Some(module) = modules.iter().find(same).and_then(|l| l.module.upgrade()) {
-            return Ok(module);
-        }
-        let module = load()?;
-        modules.push(Loaded {
-            key,
-            options: options.clone(),
-            module: Arc::downgrade(&module),
-        });
-        Ok(module)
+        let raw = match modules.iter().find(same) {
+            Some(loaded) => loaded.raw,
+            None => {
+                let (raw, options) = (load()?, options.clone());
+                modules.push(Loaded { key, options, raw });
+                raw
+            }
+        };
+        Ok(Self::of(context, name, raw, true))
     }
 
-    fn of(context: &Arc<Context>, name: &str, raw: CuModule) -> Arc<Self> {
+    fn of(context: &Arc<Context>, name: &str, raw: CuModule, is_shared: bool) -> Arc<Self> {
         Arc::new(Self {
             context: Arc::clone(context),
             raw,
             name: name.to_owned(),
+            is_shared,
         })
     }
 
@@ -201,7 +227,7 @@ impl Module {
             // SAFETY: a valid place for the answer; the caller vouches for the image, which is copied.
             unsafe { driver.cuModuleLoadData(&raw mut raw, cubin.as_ptr().cast()) }
         })?;
-        Ok(Self::of(context, name, raw))
+        Ok(Self::of(context, name, raw, false))
     }
 
     /// A kernel of it, on the device and ready: launching it loads nothing, which with the
@@ -240,6 +266,9 @@ impl Module {
 
 impl Drop for Module {
     fn drop(&mut self) {
+        if self.is_shared {
+            return;
+        }
         self.context.release("a module", |driver| {
             // SAFETY: ours, and loaded once; its kernels, which hold this, are gone.
             unsafe { driver.cuModuleUnload(self.raw) }

@@ -30,6 +30,8 @@ pub(super) fn copies(driver: &Driver, raw: &mut CuStream) -> Result<(), CudaErro
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owned {
     No,
+    /// Nor gone before what is launched on it.
+    Lasting,
     Kernels,
     Copies,
 }
@@ -93,6 +95,29 @@ impl Stream {
             raw: CuStream(std::ptr::with_exposed_provenance_mut(raw as usize)),
             owned: Owned::No,
         }
+    }
+
+    /// [`from_raw`](Self::from_raw) of a stream that is there for longer than this: what launches on it can come back to
+    /// it, [once more](Self::again), to wait for what is under way.
+    ///
+    /// # Safety
+    /// As there; and the stream must outlive all that launches on it, which says so if it comes back to it.
+    #[must_use]
+    pub unsafe fn lasting(context: &Arc<Context>, raw: u64) -> Self {
+        // SAFETY: the caller's promise.
+        let mut stream = unsafe { Self::from_raw(context, raw) };
+        stream.owned = Owned::Lasting;
+        stream
+    }
+
+    /// The same stream once more, if it [lasts](Self::lasting).
+    #[must_use]
+    pub fn again(&self) -> Option<Self> {
+        (self.owned == Owned::Lasting).then(|| Self {
+            context: Arc::clone(&self.context),
+            raw: self.raw,
+            owned: self.owned,
+        })
     }
 
     /// The raw handle, for other libraries.
@@ -213,7 +238,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.owned == Owned::No {
+        if matches!(self.owned, Owned::No | Owned::Lasting) {
             return;
         }
         // One that still works, or is spoilt, is not for others.
