@@ -619,7 +619,7 @@ fn exchange<T: Serialize + DeserializeOwned>(
 }
 
 fn encode<T: Serialize>(group: &Group, value: &T, what: &str) -> Result<Vec<u8>, ChannelError> {
-    postcard::to_allocvec(value).map_err(|error| garbled::<T>(group, group.rank(), what, &error))
+    postcard::to_allocvec(value).map_err(|error| garbled(group, group.rank(), what, &error))
 }
 
 /// Collects what every rank has encoded, in rank order.
@@ -633,18 +633,21 @@ fn gather<T: DeserializeOwned>(
         .all_gather(bytes, deadline)
         .map_err(ChannelError::bootstrap(what))?;
     let decode = |(rank, bytes): (u32, Vec<u8>)| {
-        postcard::from_bytes(&bytes).map_err(|error| garbled::<T>(group, rank, what, &error))
+        postcard::from_bytes(&bytes).map_err(|error| garbled(group, rank, what, &error))
     };
     (0..).zip(all).map(decode).collect()
 }
 
-fn garbled<T>(group: &Group, rank: u32, what: &str, error: &postcard::Error) -> ChannelError {
+fn garbled(group: &Group, rank: u32, what: &str, error: &postcard::Error) -> ChannelError {
     ChannelError::Mismatch {
         what: what.to_owned(),
         rank,
-        theirs: format!("something unreadable ({error})"),
+        theirs: format!("something of another call or step ({error})"),
         own_rank: group.rank(),
-        ours: std::any::type_name::<T>().to_owned(),
+        ours: format!(
+            "what belongs to {what}; calls that all ranks make together must come in the same order on each, so from \
+             one thread at a time"
+        ),
     }
 }
 

@@ -101,8 +101,9 @@ impl KernelGuard {
     /// kernels' waits; `limit` is the one that they were launched with.
     ///
     /// # Errors
-    /// As [`Stream::synchronize`]. A wait that was ended is no error here; see
-    /// [`interrupted`](Self::interrupted).
+    /// As [`Stream::synchronize`]. After [`CudaError::Deadline`] kernels may still be to begin, behind others on the device:
+    /// their waits have been [ended](Self::abort), but they use their buffers, which must be kept until the stream has come
+    /// to its end, as must this. A wait that was ended is no error here; see [`interrupted`](Self::interrupted).
     pub fn wait(
         &self,
         stream: &Stream,
@@ -110,7 +111,8 @@ impl KernelGuard {
         failed: impl Fn() -> bool,
     ) -> Result<(), CudaError> {
         // The kernel ends itself at its limit; only one that cannot even begin outlasts that.
-        let deadline = Instant::now() + limit + BEGIN_LIMIT;
+        let start = Instant::now();
+        let deadline = start + limit + BEGIN_LIMIT;
         loop {
             let look_again = Instant::now() + LOOK;
             match stream.synchronize(look_again.min(deadline)) {
@@ -119,7 +121,14 @@ impl KernelGuard {
                         self.abort();
                     }
                 }
-                other => return other,
+                mut other => {
+                    if let Err(CudaError::Deadline { waited, .. }) = &mut other {
+                        *waited = start.elapsed();
+                        // Nobody waits for it any more.
+                        self.abort();
+                    }
+                    return other;
+                }
             }
         }
     }

@@ -13,6 +13,32 @@ use crossweft_device::{Block, Site};
 const OP: u32 = Site::NO_OP;
 
 #[test]
+fn ranks_in_different_calls_hear_so_in_words() {
+    ranks(2, |endpoint| {
+        // As when two threads of a rank prepare at once.
+        let error = match endpoint.rank() {
+            0 => endpoint
+                .exchange(&7_u8, "setting up a port", deadline())
+                .map(drop),
+            _ => endpoint
+                .exchange(&vec![(7_u64, 300_u64)], "making semaphores", deadline())
+                .map(drop),
+        };
+        // Bytes of the one may make sense to the other.
+        if endpoint.rank() == 1 {
+            says(
+                error,
+                &[
+                    "making semaphores",
+                    "another call or step",
+                    "one thread at a time",
+                ],
+            );
+        }
+    });
+}
+
+#[test]
 fn ping_pong() {
     ranks(2, |endpoint| {
         let rank = endpoint.rank();

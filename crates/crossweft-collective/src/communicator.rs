@@ -23,7 +23,7 @@ use crate::selection::Selection;
 /// How a communicator behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommunicatorOptions {
-    /// The longest any call may take, waits for peers included; more than a year is a year. Dead peers are noticed long
+    /// The longest any call may take, waits for peers included; more than a hundred years are a hundred. Dead peers are noticed long
     /// before; this is for live ones that never come.
     pub timeout: Duration,
 }
@@ -37,7 +37,7 @@ impl Default for CommunicatorOptions {
 }
 
 /// The longest timeout; what is longer may not fit into an [`Instant`].
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// One rank of a job. Calls marked collective must be made by every rank, in the same order.
 #[derive(Clone, Debug)]

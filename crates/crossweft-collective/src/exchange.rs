@@ -29,7 +29,7 @@ pub struct ExchangeOptions {
     pub lanes: Option<u32>,
     /// Symmetric memories from which receivers copy large messages themselves, which saves one copy.
     pub memories: Vec<SymmetricBuffer>,
-    /// Element types of reduce-scatters on a GPU, whose kernels are loaded with the exchange.
+    /// Element types of reduce-scatters on a GPU, whose kernels are loaded with the exchange; of at most 127 ranks.
     pub reduces: Vec<DataType>,
 }
 

@@ -154,12 +154,16 @@ calls! {
         handle: Out<Address>, group: Address, kind: i32, topk_idx: Given<Tensor>, info: Given<LayoutInfo>,
         config: Given<HandleConfig>, _stream: Stream,
     ) {
-        handle.set("handle", Address::NULL)?;
-        let shape = topk_idx.required()?;
-        let sizes = In::<usize>::at(shape.sizes).read("the sizes of topk_idx", shape.ndim.min(2) as usize)?;
-        let top_k = sizes.get(1).and_then(|k| u32::try_from(*k).ok()).unwrap_or(0);
-        let mut pass = init(group, kind, &config, signed("top-k", top_k)?)?;
-        pass.update(&topk_idx, &info)?;
+        let cleared = handle.set("handle", Address::NULL);
+        let make = || {
+            cleared?;
+            let shape = topk_idx.required()?;
+            let sizes = In::<usize>::at(shape.sizes).read("the sizes of topk_idx", shape.ndim.min(2) as usize)?;
+            let top_k = sizes.get(1).and_then(|k| u32::try_from(*k).ok()).unwrap_or(0);
+            init(group, kind, &config, signed("top-k", top_k)?)
+        };
+        let ranks = table::group(group)?;
+        let pass = Pass::create(&ranks, make(), &topk_idx, &info)?;
         handle.set("handle", table::insert_pass(pass))
     }
 

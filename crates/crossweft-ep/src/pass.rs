@@ -182,6 +182,26 @@ impl Pass {
         })
     }
 
+    /// One that knows where tokens go, of what was `made`. With high throughput collective; blocks until all ranks of
+    /// `group` have called it, also those that could make none.
+    pub(crate) fn create(
+        group: &Group,
+        made: Result<Self, Error>,
+        topk_idx: &Given<Tensor>,
+        info: &Given<LayoutInfo>,
+    ) -> Result<Self, Error> {
+        match made {
+            Ok(mut pass) => pass.update(topk_idx, info).map(|()| pass),
+            Err(error) => {
+                if group.algorithm == Algorithm::HighThroughput {
+                    // Its own error says more than what became of this.
+                    let _ = group.all_gather(&[]);
+                }
+                Err(error)
+            }
+        }
+    }
+
     pub(crate) fn group(&self) -> &Arc<Group> {
         &self.group
     }
@@ -225,7 +245,7 @@ impl Pass {
         let sizes = (self.group.ranks(), self.group.experts);
         let mine = given()
             .and_then(|(topk_idx, info)| Ok((self.choose(&topk_idx)?, self.counters(info)?)));
-        // A rank that cannot say so tells the others that.
+        // A rank that cannot say so tells the others that, as in `create`.
         let told = mine.as_ref().map_or_else(
             |_| Vec::new(),
             |(chosen, _)| payload(&chosen.experts, chosen.top_k as usize, sizes),
@@ -233,7 +253,7 @@ impl Pass {
         let all = self.group.all_gather(&told);
         let (mut chosen, mut counters) = mine?;
         let tally = Tally::new(&all?, self.group.rank(), sizes)?;
-        self.tell(&tally, &mut counters);
+        self.tell(&tally, &mut counters)?;
         chosen.tally = Some(tally);
         self.chosen = Some(chosen);
         self.has_dispatched = false;
@@ -304,19 +324,19 @@ impl Pass {
     }
 
     /// Rows that will come, with padding.
-    fn rows(&self, tally: &Tally) -> (Vec<u32>, u32) {
+    fn rows(&self, tally: &Tally) -> Result<(Vec<u32>, u32), Error> {
         match self.layout {
-            Layout::ExpertPacked { alignment } => {
-                let padded = tally.padded(alignment);
-                let all = padded.iter().sum();
-                (padded, all)
-            }
-            _ => (tally.per_expert.clone(), tally.tokens),
+            Layout::ExpertPacked { alignment } => tally.padded(alignment),
+            _ => Ok((tally.per_expert.clone(), tally.tokens)),
         }
     }
 
-    fn tell(&self, tally: &Tally, [experts, offsets, total]: &mut [Option<Integers>; 3]) {
-        let (per_expert, rows) = self.rows(tally);
+    fn tell(
+        &self,
+        tally: &Tally,
+        [experts, offsets, total]: &mut [Option<Integers>; 3],
+    ) -> Result<(), Error> {
+        let (per_expert, rows) = self.rows(tally)?;
         if let Some(offsets) = offsets {
             offsets.set(per_expert.iter().scan(0, |begin, count| {
                 let own = *begin;
@@ -330,6 +350,7 @@ impl Pass {
         if let Some(total) = total {
             total.set([rows]);
         }
+        Ok(())
     }
 
     /// `ncclEpDispatch`. Collective; blocks, but for peers' tokens if only sent.
@@ -517,7 +538,10 @@ impl Pass {
             _ => {
                 let (rows, _) = found.matrix()?;
                 let tally = self.chosen()?.tally.as_ref();
-                let (_, coming) = tally.map_or_else(Default::default, |tally| self.rows(tally));
+                let coming = match tally {
+                    Some(tally) => self.rows(tally)?.1,
+                    None => 0,
+                };
                 match rows >= coming as usize {
                     true => Ok(vec![rows]),
                     false => Err(Error::argument(format!(

@@ -31,6 +31,20 @@ pub(crate) fn payload(chosen: &[i32], top_k: usize, (ranks, experts): (u32, u32)
         .collect()
 }
 
+/// A number of rows, which kernels and `ncclInt32` counters can hold.
+fn countable(rows: u64) -> Result<u32, Error> {
+    let found = u32::try_from(rows)
+        .ok()
+        .filter(|&rows| i32::try_from(rows).is_ok());
+    found.ok_or_else(|| {
+        Error::argument(format!(
+            "{rows} rows would come to this rank; there can be {} at most: use fewer tokens, or a smaller \
+             dispatch_output_per_expert_alignment",
+            i32::MAX
+        ))
+    })
+}
+
 impl Tally {
     /// Of what all ranks told `rank`.
     pub(crate) fn new(
@@ -55,20 +69,21 @@ impl Tally {
                 let bytes = &payload[4 * place..4 * place + 4];
                 u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
             };
-            tally.tokens += at(rank);
+            // An expert has no more tokens than the rank.
+            tally.tokens = countable(u64::from(tally.tokens) + u64::from(at(rank)))?;
             for (local, count) in tally.per_expert.iter_mut().enumerate() {
-                *count += at(ranks + rank * each + local);
+                *count = countable(u64::from(*count) + u64::from(at(ranks + rank * each + local)))?;
             }
         }
         Ok(tally)
     }
 
-    /// Each expert's rows with padding.
-    pub(crate) fn padded(&self, alignment: u32) -> Vec<u32> {
-        let counts = self.per_expert.iter();
-        counts
-            .map(|count| count.next_multiple_of(alignment))
-            .collect()
+    /// Each expert's rows with padding, and all rows.
+    pub(crate) fn padded(&self, alignment: u32) -> Result<(Vec<u32>, u32), Error> {
+        let pad = |count: &u32| countable(u64::from(*count).next_multiple_of(alignment.into()));
+        let padded: Vec<u32> = self.per_expert.iter().map(pad).collect::<Result<_, _>>()?;
+        let all = countable(padded.iter().map(|&count| u64::from(count)).sum())?;
+        Ok((padded, all))
     }
 }
 
@@ -91,8 +106,23 @@ mod tests {
         };
         assert_eq!(of(0), tally(2, [2, 1]));
         assert_eq!(of(1), tally(2, [1, 1]));
-        assert_eq!(of(0).padded(4), [4, 4]);
+        assert_eq!(of(0).padded(4).unwrap(), (vec![4, 4], 8));
         let error = Tally::new(&[payloads[0].clone(), Vec::new()], 0, sizes).unwrap_err();
         assert!(error.to_string().contains("rank 1"), "{error}");
+    }
+
+    #[test]
+    fn more_rows_than_can_be_counted_are_refused() {
+        let tally = Tally {
+            tokens: 1,
+            per_expert: vec![1; 4096],
+        };
+        let (_, all) = tally.padded(1 << 18).unwrap();
+        assert_eq!(all, 1 << 30);
+        let error = tally.padded(1 << 20).unwrap_err();
+        assert!(error.to_string().contains("4294967296 rows"), "{error}");
+        let many = (u32::MAX / 2 + 1).to_le_bytes().repeat(2);
+        let error = Tally::new(&[many], 0, (1, 1)).unwrap_err();
+        assert!(error.to_string().contains("2147483648 rows"), "{error}");
     }
 }

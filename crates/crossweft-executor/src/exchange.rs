@@ -26,7 +26,7 @@ use crossweft_device::reduce::HostReducer;
 use crossweft_device::{DataType, Raw, ReduceOp, Stopped, WaitKind};
 use crossweft_hal::cpu::{Grid, Interrupted, Schedule, reducer};
 use crossweft_hal::{Device, HalError, Memory, cuda as hal};
-use crossweft_kernels::Message;
+use crossweft_kernels::{MAX_OPERANDS, Message};
 use smallvec::SmallVec;
 
 use crate::turn::Turn;
@@ -47,7 +47,7 @@ pub struct ExchangeOptions {
     pub lanes: u32,
     /// Registered memories from which receivers copy large messages themselves, which saves one copy.
     pub memories: Vec<Arc<RegisteredMemory>>,
-    /// Element types of reductions on a GPU, whose kernels are loaded now.
+    /// Element types of reductions on a GPU, whose kernels are loaded now; of at most 127 ranks.
     pub reduces: Vec<DataType>,
     /// The longest a launch may take, waits for peers included.
     pub limit: Duration,
@@ -704,6 +704,17 @@ pub struct Exchange {
     rings: Arc<RegisteredMemory>,
 }
 
+/// Says why a GPU cannot reduce what so many ranks have, if it cannot: a thread block has one table of operands.
+fn check_operands(ranks: u32) -> Result<(), String> {
+    match ranks < MAX_OPERANDS {
+        true => Ok(()),
+        false => Err(format!(
+            "reductions of {ranks} ranks on GPUs; there can be {} at most: name no types to reduce",
+            MAX_OPERANDS - 1
+        )),
+    }
+}
+
 /// What runs launches.
 #[derive(Debug)]
 enum Machine {
@@ -743,12 +754,18 @@ impl Exchange {
             .collect();
         let named = named.join(", ");
         let device = endpoint.device();
+        // All ranks load kernels, or refuse to, alike.
+        let types: Vec<_> = reduces.iter().map(ToString::to_string).collect();
         let statement = format!(
-            "{slots} slots of {slot_bytes} bytes on {lanes} lanes of {}, memories ({named})",
-            device.name()
+            "{slots} slots of {slot_bytes} bytes on {lanes} lanes of {}, memories ({named}), reductions ({})",
+            device.name(),
+            types.join(", ")
         );
         endpoint.agree(&statement, what, deadline)?;
         let usage = |reason: String| ExchangeError::Usage { rank, reason };
+        if !reduces.is_empty() && !matches!(device, Device::Cpu) {
+            check_operands(ranks).map_err(usage)?;
+        }
         if !slots.is_power_of_two() {
             return Err(usage(format!("{slots} slots; it must be a power of two")));
         }
@@ -1141,5 +1158,21 @@ impl Exchange {
                 cause: Box::new(guard.cause(stopped, &waiting)),
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_reduction_has_more_operands_than_a_table() {
+        // One of each rank, and the output.
+        assert_eq!(check_operands(MAX_OPERANDS - 1), Ok(()));
+        let reason = check_operands(MAX_OPERANDS).unwrap_err();
+        assert!(
+            reason.contains("of 128 ranks") && reason.contains("127 at most"),
+            "{reason}"
+        );
     }
 }

@@ -122,7 +122,8 @@ impl Prepared {
     }
 
     /// # Safety
-    /// As for [`launch_on`](Self::launch_on), until this returns.
+    /// As for [`launch_on`](Self::launch_on), until this returns, or, after an error that says so, until the device has come
+    /// to its end.
     unsafe fn launch(&self, buffers: &RawBuffers, limit: Duration) -> Result<(), ExecutorError> {
         // Rank-invariant: every rank was given the same size.
         if buffers.bytes == 0 {
@@ -146,7 +147,8 @@ impl Prepared {
                 result.map_err(|interrupted| self.explain(&interrupted, guard))
             }
             Machine::Cuda(launcher) => {
-                // SAFETY: as above, on the device; this returns when the kernel has ended.
+                // SAFETY: as above, on the device; this returns when the kernel has ended, or it is kept from what is freed
+                // with the plan, and the error tells the caller to keep the buffers.
                 self.launch_and_wait(launcher, limit, guard, |stream| unsafe {
                     self.enqueue(launcher, stream, &launch, limit)
                 })

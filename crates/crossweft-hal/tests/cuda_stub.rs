@@ -343,6 +343,12 @@ fn streams_wait_no_longer_than_they_may() {
         matches!(error, CudaError::Deadline { device: 0, .. }),
         "{error}"
     );
+    assert!(
+        error
+            .to_string()
+            .contains("keep its buffers until the stream, or the device, has come to its end"),
+        "{error}"
+    );
     stub.set("busy", 0);
     stream.synchronize(Instant::now()).unwrap();
 

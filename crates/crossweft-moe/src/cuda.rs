@@ -92,6 +92,26 @@ impl Launcher {
 
 /// What rows and tokens are moved in, so what they must be aligned to.
 const PIECE: u64 = 16;
+/// An f32 or an i32, which kernels read and write as one.
+const WORD: u64 = 4;
+
+/// What experts are read and written as.
+const fn expert_bytes(wide: bool) -> u64 {
+    match wide {
+        true => 8,
+        false => WORD,
+    }
+}
+
+/// The address, or why it cannot be: a misaligned access ends the context, and with it all that the process has on the device.
+fn aligned(unit: u64, name: &str, address: u64) -> Result<u64, String> {
+    match address.is_multiple_of(unit) {
+        true => Ok(address),
+        false => Err(format!(
+            "{name} is at {address:#x}; it must be at a multiple of {unit}"
+        )),
+    }
+}
 
 /// Where a rank's tokens go, in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,7 +144,7 @@ impl DeviceRouting {
     }
 }
 
-/// The tokens of a dispatch, in device memory; addresses are multiples of 16. See [`Tokens`](crate::Tokens).
+/// The tokens of a dispatch, in device memory; those of elements are multiples of 16. See [`Tokens`](crate::Tokens).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceTokens {
@@ -593,12 +613,11 @@ impl Handle {
     }
 
     fn aligned(&self, name: &str, address: u64) -> Result<u64, MoeError> {
-        match address.is_multiple_of(PIECE) {
-            true => Ok(address),
-            false => Err(self.group.usage(format!(
-                "{name} is at {address:#x}; it must be at a multiple of {PIECE}"
-            ))),
-        }
+        self.aligned_to(PIECE, name, address)
+    }
+
+    fn aligned_to(&self, unit: u64, name: &str, address: u64) -> Result<u64, MoeError> {
+        aligned(unit, name, address).map_err(|reason| self.group.usage(reason))
     }
 
     /// Makes a call of a pass of so many tokens, as which it is combined then; after an error it is one of as many as
@@ -617,6 +636,9 @@ impl Handle {
             top_k,
         } = routing;
         let group = Arc::clone(&self.group);
+        let unit = expert_bytes(wide);
+        let experts = self.aligned_to(unit, "the memory of tokens' experts", experts)?;
+        let weights = self.aligned_to(WORD, "the memory of tokens' weights", weights)?;
         let geometry = group.tables().geometry();
         let before = (self.pass.tokens(), self.pass.top_k());
         let taken = self.pass.resize(geometry, (tokens, top_k));
@@ -721,12 +743,18 @@ impl Handle {
         if let Some(reason) = wrong {
             return Err(self.group.usage(reason.to_owned()));
         }
+        // Scales are copied from and to anywhere, but between experts there are words of zeros.
+        let of_scales = match self.layout() {
+            Layout::ExpertPacked { .. } => WORD,
+            _ => 1,
+        };
+        let unit = expert_bytes(wide);
         Ok(dispatch::Output {
             tokens: self.aligned("the memory of rows", tokens)?,
-            scales,
-            experts,
-            weights,
-            sources,
+            scales: self.aligned_to(of_scales, "the memory of rows' scales", scales)?,
+            experts: self.aligned_to(unit, "the memory of rows' experts", experts)?,
+            weights: self.aligned_to(WORD, "the memory of rows' weights", weights)?,
+            sources: self.aligned_to(WORD, "the memory of rows' sources", sources)?,
             capacity: rows.min(shape.rows),
             payload_bytes: shape.row_bytes,
             scale_bytes: shape.scale_row_bytes,
@@ -892,5 +920,22 @@ pub(crate) const fn quantise_to(scale_type: ScaleType, powers_of_two: bool) -> Q
         (ScaleType::Ue8m0, _) => Quantise::Exponents,
         (ScaleType::F32, true) => Quantise::PowersOfTwo,
         (ScaleType::F32, false) => Quantise::F32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_misaligned_is_named() {
+        assert_eq!(aligned(expert_bytes(false), "experts", 0x1004), Ok(0x1004));
+        let reason = aligned(expert_bytes(true), "experts", 0x1004).unwrap_err();
+        assert_eq!(
+            reason,
+            "experts is at 0x1004; it must be at a multiple of 8"
+        );
+        // What is not wanted.
+        assert_eq!(aligned(PIECE, "weights", 0), Ok(0));
     }
 }

@@ -746,6 +746,20 @@ static void calls_main(struct rank* r) {
     EP_SAYS(r->rank == 1 ? ncclInvalidArgument : ncclRemoteError, r->rank == 1 ? "topk_idx is NULL" : "rank 1 could not say",
         ncclEpUpdateHandle(flat, r->rank == 1 ? NULL : &ti.tensor, NULL, NULL));
     EP(ncclEpHandleDestroy(flat));
+    /* Also when there is no handle yet. */
+    index[0] = 0;
+#define CREATE(out, layout, what, how) \
+    EP_SAYS(r->rank == 1 ? ncclInvalidArgument : ncclRemoteError, r->rank == 1 ? what : "rank 1 could not say", \
+        ncclEpCreateHandle(out, high, layout, &ti.tensor, NULL, how, NULL))
+    CREATE(&flat, r->rank == 1 ? NCCL_EP_LAYOUT_UNSET : NCCL_EP_LAYOUT_FLAT, "LAYOUT_UNSET", NULL);
+    CHECK(flat == NULL);
+    CREATE(&flat, NCCL_EP_LAYOUT_EXPERT_MAJOR, "power of two", r->rank == 1 ? &odd : NULL);
+    CREATE(r->rank == 1 ? NULL : &flat, NCCL_EP_LAYOUT_FLAT, "handle is NULL", NULL);
+    ti.sizes[1] = r->rank == 1 ? 33 : K;
+    CREATE(&flat, NCCL_EP_LAYOUT_FLAT, "top-33", NULL);
+    ti.sizes[1] = K;
+    EP(ncclEpCreateHandle(&flat, high, NCCL_EP_LAYOUT_FLAT, &ti.tensor, NULL, NULL, NULL));
+    EP(ncclEpHandleDestroy(flat));
     EP(ncclEpGroupDestroy(group));
     EP(ncclEpGroupDestroy(high));
     OK(ncclCommDestroy(comm));

@@ -119,10 +119,11 @@ pub enum CudaError {
         /// Bytes asked for, where known.
         bytes: Option<u64>,
     },
-    /// What was waited for did not end in time. It is still running; the context is whole.
+    /// What was waited for did not end in time. It is still running, or still to begin, and will use its buffers; the
+    /// context is whole.
     #[error(
-        "{what} on CUDA device {device} did not end within {} ms and is still running; a kernel may \
-         be waiting for a peer that is late or gone",
+        "{what} on CUDA device {device} did not end within {} ms and is still running or queued: keep its buffers \
+         until the stream, or the device, has come to its end; a kernel may be waiting for a peer that is late or gone",
         .waited.as_millis()
     )]
     Deadline {
