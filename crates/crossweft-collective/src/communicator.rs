@@ -23,8 +23,8 @@ use crate::selection::Selection;
 /// How a communicator behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommunicatorOptions {
-    /// The longest any call may take, waits for peers included; more than a hundred years are a hundred. Dead peers are noticed long
-    /// before; this is for live ones that never come.
+    /// The longest any call may take, waits for peers included; more than a hundred years are a hundred. Dead peers are
+    /// noticed long before; this is for live ones that never come.
     pub timeout: Duration,
 }
 
