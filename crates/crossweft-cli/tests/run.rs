@@ -243,8 +243,10 @@ fn ranks_do_not_outlive_the_command_however_it_ends() {
     let folder = tempfile::tempdir().unwrap();
     let library = library(folder.path(), "int nothing;");
     let library = library.to_str().unwrap();
-    // A launcher may end what it has started itself.
-    let launcher = "trap 'kill $rank; exit 3' TERM; sleep 600 & rank=$!; echo $$; echo $rank; wait";
+    // A launcher may end what it has started itself. A shell's child that is yet to become another program has the shell's
+    // trap, and would lose the signal.
+    let launcher =
+        "trap 'kill $rank; exit 3' TERM; sh -c 'echo $$; exec sleep 600' & rank=$!; echo $$; wait";
     let rank = "echo $$; exec sleep 600";
     for (ranks, script) in [(&["-n", "2"][..], rank), (&[][..], launcher)] {
         for signal in ["TERM", "KILL"] {
