@@ -9,7 +9,7 @@ use crossweft_device::DataType;
 use crossweft_executor::{OneSided, Options, Stage, Staged};
 use crossweft_hal::{Device, Memory};
 use crossweft_net::launch::Job;
-use crossweft_net::{Cancel, Group, JoinOptions, RendezvousOptions, UniqueId};
+use crossweft_net::{Cancel, Group, JoinOptions, LONGEST_TIMEOUT, RendezvousOptions, UniqueId};
 use crossweft_plan::{Collective, Plan};
 
 use crate::collective::{CollectiveOptions, PreparedCollective};
@@ -35,9 +35,6 @@ impl Default for CommunicatorOptions {
         }
     }
 }
-
-/// The longest timeout; what is longer may not fit into an [`Instant`].
-const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// One rank of a job. Calls marked collective must be made by every rank, in the same order.
 #[derive(Clone, Debug)]
@@ -67,7 +64,7 @@ impl Communicator {
         group: Arc<Group>,
         options: CommunicatorOptions,
     ) -> Result<Self, CollectiveError> {
-        let timeout = options.timeout.min(LONGEST);
+        let timeout = options.timeout.min(LONGEST_TIMEOUT);
         let options = CommunicatorOptions { timeout };
         let deadline = Instant::now() + timeout;
         let endpoint = Endpoint::on(device, group, deadline)?;

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
+use crossweft_net::LONGEST_TIMEOUT;
+
 use crate::status::Error;
 
 /// The longest a call may take unless a group's `timeout_ns` or the environment says otherwise.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(100);
-/// More than anybody can wait, and less than clocks can count.
-const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
@@ -18,11 +18,11 @@ pub(crate) fn timeout(nanoseconds: u64) -> Result<Duration, Error> {
     let Some(text) = variable("NCCL_EP_TIMEOUT_MS") else {
         return Ok(match nanoseconds {
             0 => TIMEOUT,
-            some => Duration::from_nanos(some).min(LONGEST),
+            some => Duration::from_nanos(some).min(LONGEST_TIMEOUT),
         });
     };
     let limit = text.parse().ok().filter(|ms| *ms > 0);
-    let limit = limit.map(|ms| Duration::from_millis(ms).min(LONGEST));
+    let limit = limit.map(|ms| Duration::from_millis(ms).min(LONGEST_TIMEOUT));
     limit.ok_or_else(|| {
         Error::usage(format!(
             "NCCL_EP_TIMEOUT_MS is `{text}`; it must be a whole number of milliseconds above 0"

@@ -6,6 +6,8 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crossweft_net::LONGEST_TIMEOUT;
+
 use crate::delegate::Rules;
 use crate::status::Error;
 
@@ -13,8 +15,6 @@ use crate::status::Error;
 const VERSION: i32 = 23007;
 /// How long `crossweft run` may take to read what it is told.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// More than anybody can wait, and less than clocks can count.
-const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// The longest any wait may take unless told otherwise.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
@@ -46,11 +46,13 @@ pub(crate) fn timeout() -> Result<Duration, Error> {
     let seconds: Option<f64> = text.parse().ok();
     let limit = seconds.and_then(|s| Duration::try_from_secs_f64(s).ok());
     let limit = limit.filter(|limit| !limit.is_zero());
-    limit.map(|limit| limit.min(LONGEST)).ok_or_else(|| {
-        Error::usage(format!(
-            "CROSSWEFT_TIMEOUT is `{text}`; it must be a number of seconds above 0"
-        ))
-    })
+    limit
+        .map(|limit| limit.min(LONGEST_TIMEOUT))
+        .ok_or_else(|| {
+            Error::usage(format!(
+                "CROSSWEFT_TIMEOUT is `{text}`; it must be a number of seconds above 0"
+            ))
+        })
 }
 
 /// Whether the environment overrides a communicator's `blocking`: `NCCL_COMM_BLOCKING`.

@@ -54,3 +54,7 @@ pub use liveness::{Failure, Liveness, PeerState};
 pub use rendezvous::{Rendezvous, RendezvousOptions};
 pub use root::RefuseReason;
 pub use unique_id::UniqueId;
+
+/// The longest timeout, a hundred years: what is longer may not fit into an [`Instant`](std::time::Instant).
+pub const LONGEST_TIMEOUT: std::time::Duration =
+    std::time::Duration::from_secs(100 * 365 * 24 * 3600);
