@@ -229,6 +229,17 @@ static __device__ void signal(const Semaphore &semaphore) {
     asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(semaphore.outbound) : "memory");
 }
 
+// What call it is: said once, behind the counter, and compared once.
+static __device__ void say(const Semaphore &semaphore, unsigned long long epoch, unsigned long long bytes) {
+    volatile unsigned long long *tags = reinterpret_cast<volatile unsigned long long *>(semaphore.outbound + 8);
+    tags[epoch & 1] = epoch << 48 | bytes;
+}
+
+static __device__ bool same_call(const Semaphore &semaphore, unsigned long long epoch, unsigned long long bytes) {
+    volatile unsigned long long *tags = reinterpret_cast<volatile unsigned long long *>(semaphore.inbound + 8);
+    return tags[epoch & 1] == (epoch << 48 | bytes);
+}
+
 static __device__ bool wait(const Semaphore &semaphore, unsigned long long target) {
     unsigned long long seen;
     for (unsigned spins = 1;; spins++) {
@@ -250,11 +261,11 @@ extern "C" __global__ void __launch_bounds__(384) rival_two_shot(const __grid_co
     if (meets) {
         semaphore = reinterpret_cast<const Semaphore *>(launch.semaphores)[blockIdx.x * launch.peers + threadIdx.x];
         taken = *reinterpret_cast<volatile unsigned long long *>(semaphore.expected);
-        if (well) signal(semaphore);
+        if (well) say(semaphore, epoch, launch.bytes), signal(semaphore);
     }
     if (__syncthreads_or(!well)) return;
     bool last = counted(launch.epoch, launch.blocks);
-    if (meets) well = wait(semaphore, taken + 1);
+    if (meets) well = wait(semaphore, taken + 1) && same_call(semaphore, epoch, launch.bytes);
     if (__syncthreads_or(!well)) return;
     unsigned long long begin = min(launch.begin + launch.step * blockIdx.x, launch.end);
     unsigned long long end = min(begin + launch.step, launch.end), stride = 16 * blockDim.x;

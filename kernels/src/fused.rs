@@ -66,11 +66,12 @@ macro_rules! entry {
                     origin: $origin,
                 };
                 let own = &launch $(. $inner)?;
-                let block = GpuBlock::<Here>::open(&own.context, own.rank);
                 // What came before may still be ending; only one launch is ahead of it.
                 follow();
                 precede();
                 let epoch = Raw.load(own.counters.epoch);
+                // While that is on its way.
+                let block = GpuBlock::<Here>::open(&own.context, own.rank);
                 if $run(&block, own, &tables, (block_x(), epoch)).is_err() {
                     stop(own.counters.epoch);
                 }

@@ -296,6 +296,13 @@ fn unrolls(module: &Module) -> bool {
     module.family != "moe_lines"
 }
 
+/// The same for one entry: lines, which many threads have several of, are worth it.
+fn entry_unrolls(entry: &str) -> bool {
+    let is = |form: &str| entry.starts_with(&format!("crossweft_{form}"));
+    let straight = is("one_shot") && !is("one_shot_lines") && !is("one_shot_norm");
+    !(straight || is("two_shot"))
+}
+
 /// What the compiler leaves to be done: launch bounds, names that do not depend on where the
 /// sources lie, and no text that means nothing.
 fn finish(ptx: &str, threads: u32, unrolls: bool) -> String {
@@ -307,6 +314,7 @@ fn finish(ptx: &str, threads: u32, unrolls: bool) -> String {
         let _ = writeln!(out, "// {short}: {words}");
     }
     let mut in_entry = false;
+    let mut straight = false;
     for line in ptx.lines() {
         let line = line.split("//").next().unwrap_or_default().trim();
         if line.is_empty() {
@@ -315,7 +323,10 @@ fn finish(ptx: &str, threads: u32, unrolls: bool) -> String {
         // A trap would end the process's context, not only the kernel. See [`panics`].
         let line = line.replace("trap; exit;", "exit;");
         let line = rename(&line, &names);
-        in_entry |= line.contains(".entry ");
+        if let Some((_, entry)) = line.split_once(".entry ") {
+            in_entry = true;
+            straight = !entry_unrolls(entry);
+        }
         let _ = writeln!(out, "{line}");
         if line.starts_with(".address_size") && !unrolls {
             let _ = writeln!(out, ".pragma \"nounroll\";");
@@ -323,6 +334,9 @@ fn finish(ptx: &str, threads: u32, unrolls: bool) -> String {
         if in_entry && line.ends_with(')') {
             // One block on a multiprocessor: left to itself, `ptxas` spills for a second one.
             let _ = writeln!(out, ".maxntid {threads}, 1, 1\n.minnctapersm 1");
+            if straight && unrolls {
+                let _ = writeln!(out, ".pragma \"nounroll\";");
+            }
             in_entry = false;
         }
     }

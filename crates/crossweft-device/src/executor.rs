@@ -699,8 +699,8 @@ pub(crate) unsafe fn leave<B: Block>(
     if !packet::is_scrub_epoch(epoch) {
         // SAFETY: the caller's promise.
         unsafe {
-            let is_last = block.opaque(arrive(block, counters));
-            advance(block, counters, epoch, is_last);
+            let arrived = arrive(block, counters);
+            advance(block, counters, epoch, arrived);
         }
         return Ok(());
     }
@@ -709,41 +709,57 @@ pub(crate) unsafe fn leave<B: Block>(
         // SAFETY: the program is prepared.
         && (counters.blocks == 1 || counters.blocks == 1 + unsafe { memory.fetch_add(left, 1) });
     let is_last = block.opaque(is_last);
+    let arrived = if is_last {
+        counters.blocks - 1
+    } else {
+        NOT_LAST
+    };
     let half = counters.packets + (epoch & 1) * counters.packets_half;
     // Where thread 0 tells the others. Not 0, and no other block's.
     let told = (left + 8, (epoch << 16 | u64::from(index)) + 1);
     // SAFETY: the caller's promise.
     unsafe {
         scrub(block, told, half, counters.packets_half, is_last)?;
-        advance(block, counters, epoch, is_last);
+        advance(block, counters, epoch, arrived);
     }
     Ok(())
 }
 
-/// Thread: counts this block among those of its launch that have read the epoch. Whether it is the last of them, on
-/// thread 0. The answer takes a trip to memory, for which nobody waits who has something to do before
-/// [`advance`].
+/// What [`arrive`] says where there is nothing to say.
+pub(crate) const NOT_LAST: u64 = u64::MAX;
+
+/// Thread: counts this block among those of its launch that have read the epoch; how many had before it, on thread 0 of each
+/// block, and [`NOT_LAST`] on the others: for [`advance`]. The answer takes a trip to memory, for which nobody waits who does
+/// nothing with it before.
 ///
 /// # Safety
-/// All threads of this block must have met since they read the epoch.
+/// All threads of this block must have met since they read the epoch; the program is prepared.
 #[inline(always)]
-pub(crate) unsafe fn arrive<B: Block>(block: &B, counters: &Counters) -> bool {
+pub(crate) unsafe fn arrive<B: Block>(block: &B, counters: &Counters) -> u64 {
     let left = counters.epoch + COUNTER_STRIDE;
+    if block.thread() != 0 {
+        return NOT_LAST;
+    }
     // A block alone need not count. Counting is a locked instruction on some machines: it would
     // wait here until all that was sent has reached the peers.
-    block.thread() == 0
-        && (counters.blocks == 1
-            // SAFETY: the program is prepared.
-            || counters.blocks == 1 + unsafe { block.memory().fetch_add_local(left, 1) })
+    if counters.blocks == 1 {
+        return 0;
+    }
+    // The thread is 0, which `ptxas` does not know: of a number that all threads add it makes one addition and a broadcast
+    // of the answer, for which this warp would wait here.
+    let one = 1 + u64::from(block.thread());
+    // SAFETY: the caller's promise.
+    unsafe { block.memory().fetch_add_local(left, one) }
 }
 
 /// Thread: advances the epoch, if all have read it and this is the last that did.
 ///
 /// # Safety
-/// `is_last` must be what [`arrive`] said, once.
+/// `arrived` must be what [`arrive`] said, once.
 #[inline(always)]
-pub(crate) unsafe fn advance<B: Block>(block: &B, counters: &Counters, epoch: u64, is_last: bool) {
-    if is_last {
+pub(crate) unsafe fn advance<B: Block>(block: &B, counters: &Counters, epoch: u64, arrived: u64) {
+    // There is a block, at least this one.
+    if arrived == counters.blocks.wrapping_sub(1) {
         let memory = block.memory();
         // SAFETY: the program is prepared, and nobody else of this launch counts any more. Relaxed, for
         // whoever launches next does so after this launch has ended. Raised, for a block that was stopped

@@ -125,7 +125,7 @@ impl Semaphore {
         block: &B,
         op: u32,
         target: u64,
-        load: impl Fn(u64) -> u64,
+        mut load: impl FnMut(u64) -> u64,
     ) -> Result<(), Stopped> {
         let site = Site {
             kind: WaitKind::Semaphore,

@@ -336,7 +336,9 @@ impl Fused {
                         source[k] = 0;
                     }
                 }
-                if !lines && !launch.output.is_multiple_of(GRANULE) {
+                // What is sent is not always reduced here as well.
+                let is_skew = |addr: u64| !addr.is_multiple_of(GRANULE);
+                if !lines && (is_skew(input) || is_skew(launch.output)) {
                     return None;
                 }
                 let launch = OneShot {

@@ -176,16 +176,7 @@ macro_rules! bytes4 {
 macro_rules! bytes2 {
     ($t:ty, $from:expr, $to:expr) => {
         impl GpuElement for $t {
-            type Lanes = (
-                Of<$t>,
-                Of<$t>,
-                Of<$t>,
-                Of<$t>,
-                Of<$t>,
-                Of<$t>,
-                Of<$t>,
-                Of<$t>,
-            );
+            type Lanes = Eight<$t>;
 
             #[inline(always)]
             fn unpack(p: Piece) -> Self::Lanes {
@@ -205,8 +196,7 @@ macro_rules! bytes2 {
 
             #[inline(always)]
             fn pack(l: Self::Lanes) -> Piece {
-                let odd = <$t>::is_odd;
-                if !(odd(l.0, l.1) | odd(l.2, l.3) | odd(l.4, l.5) | odd(l.6, l.7)) {
+                if !<$t>::are_odd(l) {
                     return Piece {
                         a: <$t>::pack_two(l.0, l.1),
                         b: <$t>::pack_two(l.2, l.3),
@@ -232,20 +222,22 @@ macro_rules! bytes2 {
 
 /// 16-bit elements that one instruction packs two of, where the machine has it.
 trait Halves: Element {
-    /// Whether these two must be packed one by one.
-    fn is_odd(low: Self::Acc, high: Self::Acc) -> bool;
+    /// Whether some of eight must be packed one by one.
+    fn are_odd(lanes: Eight<Self>) -> bool;
     /// Packs two that need not.
     fn pack_two(low: Self::Acc, high: Self::Acc) -> u32;
 }
+
+type Eight<E> = (Of<E>, Of<E>, Of<E>, Of<E>, Of<E>, Of<E>, Of<E>, Of<E>);
 
 macro_rules! halves {
     ($($t:ty, $instruction:ident;)*) => { $(
         #[cfg(target_arch = "nvptx64")]
         impl Halves for $t {
             #[inline(always)]
-            fn is_odd(low: f32, high: f32) -> bool {
+            fn are_odd(lanes: Eight<Self>) -> bool {
                 // What becomes of a NaN differs.
-                low.is_nan() | high.is_nan()
+                super::nvptx::any_nan(lanes)
             }
 
             #[inline(always)]
@@ -262,7 +254,7 @@ macro_rules! one_by_one {
     ($($t:ty;)*) => { $(
         impl Halves for $t {
             #[inline(always)]
-            fn is_odd(_: Self::Acc, _: Self::Acc) -> bool {
+            fn are_odd(_: Eight<Self>) -> bool {
                 true
             }
 

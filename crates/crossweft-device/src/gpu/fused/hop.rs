@@ -9,16 +9,19 @@
 
 use core::hint::cold_path;
 
-use super::{Tables, begins, counted, depart, late, load, min, read_packets, send_packets, store};
+use super::{
+    Tables, await_words, begins, counted, depart, hear, load, min, read_packets, say, send_packets,
+    store,
+};
 use crate::block::Block;
-use crate::executor::{advance, arrive, compare, tag};
+use crate::executor::{advance, arrive};
 use crate::gpu::Hop;
 use crate::gpu::packets::word;
 use crate::gpu::wide::{PIECE, Piece, load16, store16};
 use crate::memory::Memory;
 use crate::packet::flag_of;
 use crate::semaphore::Semaphore;
-use crate::wait::{Site, Stopped, WaitKind, wait_for};
+use crate::wait::{Site, Stopped, WaitKind};
 
 /// Bits of [`Hop::meets`]: peers are told at the beginning that this rank has begun,
 pub const TELLS: u32 = 1;
@@ -71,7 +74,7 @@ pub unsafe fn packets<B: Block>(
         let half = (epoch & 1) * counters.packets_half;
         let mut mine = begins(epoch);
         if mine.is_ok() && launch.meets & TELLS != 0 {
-            meeting.tell(block, launch, epoch);
+            meeting.tell(block, launch, epoch, 1);
         }
         let mut at = first;
         while at < end && mine.is_ok() {
@@ -95,7 +98,7 @@ pub unsafe fn packets<B: Block>(
         // What waits need to know is there behind this barrier, which takes less time than the packets. In place, what
         // was sent may be written from here on.
         mine = block.sync(mine);
-        let is_last = counted(block, counters, epoch, mine);
+        let arrived = counted(block, counters, epoch, mine);
         // Whoever only sends is done.
         at = if takes > 0 { first } else { end };
         while at < end && mine.is_ok() {
@@ -111,35 +114,26 @@ pub unsafe fn packets<B: Block>(
             let mut k = sends;
             let mut next = look(k);
             while k < sends + takes {
-                let mut seen = next;
+                let words = next;
                 let here = k;
                 k += 1;
                 if k < sends + takes {
                     // On its way while this one is looked at.
                     next = look(k);
                 }
-                if late(seen, flag).is_some() {
-                    let site = Site {
-                        kind: WaitKind::Packet,
-                        peer: tables.peer(here),
-                        channel: here,
-                        op: launch.op_index + here - sends,
-                    };
-                    let again = || {
-                        seen = look(here);
-                        // Which is late matters to nobody but an error message.
-                        late(seen, flag).unwrap_or(seen[0]).rotate_left(32)
-                    };
-                    let arrived = wait_for(block, site, u64::from(flag), again, |late| {
-                        late as u32 == flag
-                    });
-                    if let Err(stopped) = arrived {
+                let site = || Site {
+                    kind: WaitKind::Packet,
+                    peer: tables.peer(here),
+                    channel: here,
+                    op: launch.op_index + here - sends,
+                };
+                let piece = match await_words(block, flag, words, site, || look(here)) {
+                    Ok(piece) => piece,
+                    Err(stopped) => {
                         mine = Err(stopped);
                         break;
                     }
-                }
-                let [a, b, c, d] = seen.map(|word| word as u32);
-                let piece = Piece { a, b, c, d };
+                };
                 store::<B>(tables.target(here) + at, piece, left);
             }
             at += stride;
@@ -148,7 +142,7 @@ pub unsafe fn packets<B: Block>(
             cold_path();
             mine = meeting.hear(block, launch, epoch, launch.second_wait, 1);
         }
-        depart(block, counters, (index, epoch), mine, is_last)
+        depart(block, counters, (index, epoch), mine, arrived)
     }
 }
 
@@ -178,12 +172,14 @@ pub unsafe fn direct<B: Block>(
     unsafe {
         let meeting = Meeting::read(block, launch, index);
         let mine = begins(epoch);
+        let mut told = 0;
         if mine.is_ok() && meets & TELLS != 0 {
-            meeting.tell(block, launch, epoch);
+            told += 1;
+            meeting.tell(block, launch, epoch, told);
         }
         // What waits need to know is there behind this barrier.
         block.sync(mine)?;
-        let is_last = arrive(block, counters);
+        let arrived = arrive(block, counters);
         let mut heard = 0;
         if meets & HEARS != 0 {
             heard += 1;
@@ -192,7 +188,7 @@ pub unsafe fn direct<B: Block>(
         moves(block, launch, tables, index, (0, first));
         if meets & TELLS_END != 0 {
             block.sync(Ok(()))?;
-            meeting.tell(block, launch, epoch);
+            meeting.tell(block, launch, epoch, told + 1);
         }
         let mut mine = Ok(());
         if meets & HEARS_END != 0 {
@@ -203,7 +199,7 @@ pub unsafe fn direct<B: Block>(
             moves(block, launch, tables, index, (first, first + second));
         }
         mine?;
-        advance(block, counters, epoch, is_last);
+        advance(block, counters, epoch, arrived);
     }
     Ok(())
 }
@@ -238,15 +234,19 @@ impl Meeting {
         this
     }
 
+    /// Signals; the `number`-th signal of this launch.
+    ///
     /// # Safety
     /// As for [`packets`].
     #[inline(always)]
-    unsafe fn tell<B: Block>(&self, block: &B, launch: &Hop, epoch: u64) {
+    unsafe fn tell<B: Block>(&self, block: &B, launch: &Hop, epoch: u64, number: u64) {
         if block.thread() < launch.channels {
-            let (tag, word) = tag(epoch, launch.bytes);
             // SAFETY: the caller's promise.
             unsafe {
-                block.memory().store(self.semaphore.outbound + word, tag);
+                // Once: it is still there at the second.
+                if number == 1 {
+                    say(block, &self.semaphore, (epoch, launch.bytes));
+                }
                 self.semaphore.signal(block);
             }
         }
@@ -268,12 +268,14 @@ impl Meeting {
         if block.thread() >= launch.channels {
             return Ok(());
         }
-        let (memory, semaphore) = (block.memory(), &self.semaphore);
+        let (semaphore, wait) = (&self.semaphore, (op, self.taken + number));
         // SAFETY: the caller's promise.
         unsafe {
-            let target = self.taken + number;
-            semaphore.wait_until(block, op, target, |addr| memory.load_acquire(addr))?;
-            compare(block, semaphore, (epoch, launch.bytes), op)
+            if number == 1 {
+                return hear(block, semaphore, (epoch, launch.bytes), wait);
+            }
+            let load = |addr| block.memory().load_acquire(addr);
+            semaphore.wait_until(block, op, wait.1, load)
         }
     }
 }

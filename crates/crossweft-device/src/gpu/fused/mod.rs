@@ -19,10 +19,11 @@ use core::hint::cold_path;
 
 use super::packets::{flag_in, word};
 use crate::block::Block;
-use crate::executor::{Counters, STOPPED_EPOCH, advance, arrive, leave};
+use crate::executor::{Counters, NOT_LAST, STOPPED_EPOCH, advance, arrive, compare, leave, tag};
 use crate::memory::Memory;
 use crate::packet::{PAYLOAD, WORD, is_scrub_epoch};
-use crate::wait::Stopped;
+use crate::semaphore::Semaphore;
+use crate::wait::{Site, Stopped, Waiting};
 
 use super::wide::{PIECE, Piece, load1, load16, store1, store16};
 
@@ -57,10 +58,13 @@ unsafe fn counted<B: Block>(
     counters: &Counters,
     epoch: u64,
     mine: Result<(), Stopped>,
-) -> bool {
+) -> u64 {
     // Where packets are cleared, blocks are counted when they have read theirs.
+    if mine.is_err() || is_scrub_epoch(epoch) {
+        return NOT_LAST;
+    }
     // SAFETY: the caller's promise.
-    mine.is_ok() && !is_scrub_epoch(epoch) && unsafe { arrive(block, counters) }
+    unsafe { arrive(block, counters) }
 }
 
 /// Ends block `index`'s part of a launch that has packets.
@@ -76,7 +80,7 @@ unsafe fn depart<B: Block>(
     counters: &Counters,
     (index, epoch): (u32, u64),
     mine: Result<(), Stopped>,
-    is_last: bool,
+    arrived: u64,
 ) -> Result<(), Stopped> {
     // SAFETY: the caller's promise.
     unsafe {
@@ -86,9 +90,53 @@ unsafe fn depart<B: Block>(
             return leave(block, counters, epoch, index);
         }
         mine?;
-        advance(block, counters, epoch, is_last);
+        advance(block, counters, epoch, arrived);
     }
     Ok(())
+}
+
+/// Leaves with the peer what call the next signals are of; see [`hear`].
+///
+/// # Safety
+/// `semaphore` must be valid.
+#[inline(always)]
+unsafe fn say<B: Block>(block: &B, semaphore: &Semaphore, (epoch, bytes): (u64, u64)) {
+    let (tag, word) = tag(epoch, bytes);
+    // SAFETY: the caller's promise; tags lie behind the counter.
+    unsafe { block.memory().store(semaphore.outbound + word, tag) };
+}
+
+/// Waits for the `target`-th signal, and compares what was said with it.
+///
+/// # Errors
+/// [`Stopped`] when the wait hook ends the wait, or the peer makes a call of another size.
+///
+/// # Safety
+/// As for [`Semaphore::wait_until`].
+#[inline(always)]
+unsafe fn hear<B: Block>(
+    block: &B,
+    semaphore: &Semaphore,
+    (epoch, bytes): (u64, u64),
+    (op, target): (u32, u64),
+) -> Result<(), Stopped> {
+    let memory = block.memory();
+    let (tag, word) = tag(epoch, bytes);
+    let mut said = 0;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let look = |addr| {
+            // On its way together with the counter. If it is this call's, all is well; otherwise it may be older than the
+            // counter.
+            said = memory.load(addr + word);
+            memory.load_acquire(addr)
+        };
+        semaphore.wait_until(block, op, target, look)?;
+        if said == tag {
+            return Ok(());
+        }
+        compare(block, semaphore, (epoch, bytes), op)
+    }
 }
 
 /// Sends the piece at `at` of a message to the packet slot `to`.
@@ -129,16 +177,56 @@ unsafe fn read_packets<B: Block>(block: &B, from: u64, at: u64, left: u64, flag:
     ]
 }
 
-/// A word that has not arrived, if there is one.
+/// Waits until all words of a piece carry `flag`; returns their data. `words` are the first look at them, `again` looks
+/// once more. `site` says what is waited for, should that be needed.
+///
+/// # Errors
+/// [`Stopped`] when the wait hook ends the wait.
 #[inline(always)]
-fn late([a, b, c, d]: [u64; 4], flag: u32) -> Option<u64> {
-    let arrived = |word| flag_in(word) == flag;
-    match (arrived(a), arrived(b), arrived(c), arrived(d)) {
-        (true, true, true, true) => None,
-        (false, ..) => Some(a),
-        (_, false, ..) => Some(b),
-        (_, _, false, _) => Some(c),
-        _ => Some(d),
+fn await_words<B: Block>(
+    block: &B,
+    flag: u32,
+    mut words: [u64; 4],
+    site: impl FnOnce() -> Site,
+    mut again: impl FnMut() -> [u64; 4],
+) -> Result<Piece, Stopped> {
+    if !carry(words, flag) {
+        let mut waiting = Waiting {
+            site: site(),
+            spins: 0,
+            expected: u64::from(flag),
+            seen: 0,
+        };
+        loop {
+            waiting.seen = late(words, flag).rotate_left(32);
+            block.pause(&waiting)?;
+            waiting.spins = waiting.spins.saturating_add(1);
+            words = again();
+            if carry(words, flag) {
+                break;
+            }
+        }
+    }
+    let [a, b, c, d] = words.map(|word| word as u32);
+    Ok(Piece { a, b, c, d })
+}
+
+/// Whether all words carry `flag`.
+#[inline(always)]
+fn carry(words: [u64; 4], flag: u32) -> bool {
+    let [a, b, c, d] = words.map(|word| flag_in(word) ^ flag);
+    a | b | c | d == 0
+}
+
+/// A word that has not arrived, of those of which one has not. Which of them matters to nobody but an error message.
+#[inline(always)]
+fn late([a, b, c, d]: [u64; 4], flag: u32) -> u64 {
+    let late = |word| flag_in(word) != flag;
+    match (late(a), late(b), late(c)) {
+        (true, ..) => a,
+        (_, true, _) => b,
+        (_, _, true) => c,
+        _ => d,
     }
 }
 

@@ -8,15 +8,18 @@
 
 use core::hint::cold_path;
 
-use super::{Tables, begins, counted, depart, late, load, min, read_packets, send_packets, store};
+use super::{
+    Tables, await_words, begins, counted, depart, load_part, min, read_packets, send_packets,
+    store_part,
+};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
 use crate::gpu::OneShot;
 use crate::gpu::packets::word;
 use crate::gpu::reduce::{Combine, GpuElement, Sum};
-use crate::gpu::wide::{PIECE, Piece};
+use crate::gpu::wide::{PIECE, Piece, load16, opaque, store16};
 use crate::packet::flag_of;
-use crate::wait::{Site, Stopped, WaitKind, wait_for};
+use crate::wait::{Site, Stopped, WaitKind};
 
 /// Runs thread block `index` of a launch that found `epoch`; `launch` without its tables, which are in `tables`.
 /// With `SCATTER` each target gets a block of the input of its own, [`origin`](Tables::origin), and this rank's is the launch's
@@ -70,14 +73,18 @@ unsafe fn run_with<
         bytes,
         step,
         ref counters,
-        divisor,
-        sources,
         targets,
-        op_index,
         ..
     } = *launch;
     let begin = min(step * u64::from(index), bytes);
     let end = min(begin + step, bytes);
+    // Behind the last whole piece. What is left, which few messages have, has code of its own, out of the way. Blocks that go to
+    // different ranks are whole: they all lie aligned.
+    let whole = if SCATTER {
+        end
+    } else {
+        end - (end - begin) % PIECE
+    };
     let first = begin + u64::from(block.thread()) * PIECE;
     let stride = u64::from(block.threads()) * PIECE;
     // SAFETY: the caller's promise; every piece lies before `end`.
@@ -85,19 +92,19 @@ unsafe fn run_with<
         // The first piece is on its way while the epoch is.
         let origin = |k| if SCATTER { tables.origin(k) } else { input };
         let mut next = Piece::default();
-        if first < end {
-            next = load::<B>(origin(0) + first, end - first);
+        if first < whole {
+            next = load16(origin(0) + first);
         }
         let flag = flag_of(epoch, bytes);
         let half = (epoch & 1) * counters.packets_half;
         let mut mine = begins(epoch);
         let mut at = first;
-        while at < end && mine.is_ok() {
+        while at < whole && mine.is_ok() {
             let mut piece = next;
             let here = at;
             at += stride;
-            if !SCATTER && at < end {
-                next = load::<B>(input + at, end - at);
+            if !SCATTER && at < whole {
+                next = load16(input + at);
             }
             let mut k = 0;
             while k < targets {
@@ -105,76 +112,158 @@ unsafe fn run_with<
                     piece = next;
                     // On its way while this one is sent.
                     if k + 1 < targets {
-                        next = load::<B>(origin(k + 1) + here, end - here);
-                    } else if at < end {
-                        next = load::<B>(origin(0) + at, end - at);
+                        next = load16(origin(k + 1) + here);
+                    } else if at < whole {
+                        next = load16(origin(0) + at);
                     }
                 }
                 send_packets(block, tables.target(k) + half, here, piece, flag);
-                k += 1;
+                // Unrolled, it would be more code to fetch.
+                k = opaque(k + 1);
+            }
+        }
+        // The thread whose turn it is has what is left.
+        if at < end && mine.is_ok() {
+            cold_path();
+            let piece = Piece::of(load_part::<B>(input + at, end - at));
+            let mut k = 0;
+            while k < targets {
+                send_packets(block, tables.target(k) + half, at, piece, flag);
+                k = opaque(k + 1);
             }
         }
         // What waits need to know is there behind this barrier, which takes less time than the packets.
         mine = block.sync(mine);
-        let is_last = counted(block, counters, epoch, mine);
+        let arrived = counted(block, counters, epoch, mine);
         at = first;
-        while at < end && mine.is_ok() {
-            let left = end - at;
-            let look = |k: u32| {
-                let source = tables.source(k);
-                if source == 0 {
-                    let Piece { a, b, c, d } = load::<B>(input + at, left);
-                    return [word(a, flag), word(b, flag), word(c, flag), word(d, flag)];
-                }
-                read_packets(block, source + half, at, left, flag)
+        let how = (half, flag);
+        while at < whole && mine.is_ok() {
+            let piece = if launch.sources > 2 {
+                gather::<B, E, C, DIVIDES, true, true>(
+                    block,
+                    launch,
+                    tables,
+                    (at, end),
+                    how,
+                    combine,
+                )
+            } else {
+                gather::<B, E, C, DIVIDES, true, false>(
+                    block,
+                    launch,
+                    tables,
+                    (at, end),
+                    how,
+                    combine,
+                )
             };
-            let mut lanes = E::unpack(Piece::default());
-            let mut k = 0;
-            let mut next = look(0);
-            while k < sources {
-                let mut seen = next;
-                if k + 1 < sources {
-                    // On its way while this one is looked at.
-                    next = look(k + 1);
-                }
-                if late(seen, flag).is_some() {
-                    let site = Site {
-                        kind: WaitKind::Packet,
-                        peer: tables.peer(k),
-                        channel: k,
-                        op: op_index,
-                    };
-                    let again = || {
-                        seen = look(k);
-                        // Which is late matters to nobody but an error message.
-                        late(seen, flag).unwrap_or(seen[0]).rotate_left(32)
-                    };
-                    let arrived = wait_for(block, site, u64::from(flag), again, |late| {
-                        late as u32 == flag
-                    });
-                    if let Err(stopped) = arrived {
-                        mine = Err(stopped);
-                        break;
-                    }
-                }
-                let [a, b, c, d] = seen.map(|word| word as u32);
-                let lanes_of = E::unpack(Piece { a, b, c, d });
-                lanes = if k == 0 {
-                    lanes_of
-                } else {
-                    combine.combine::<E>(lanes, lanes_of)
-                };
-                k += 1;
-            }
-            if mine.is_ok() {
-                if DIVIDES && divisor != 0 {
-                    cold_path();
-                    lanes = E::map(lanes, |acc| E::div(acc, divisor));
-                }
-                store::<B>(output + at, E::pack(lanes), end - at);
+            match piece {
+                Ok(piece) => store16(output + at, piece),
+                Err(stopped) => mine = Err(stopped),
             }
             at += stride;
         }
-        depart(block, counters, (index, epoch), mine, is_last)
+        if at < end && mine.is_ok() {
+            cold_path();
+            let left = end - at;
+            let piece = gather::<B, E, C, DIVIDES, false, false>(
+                block,
+                launch,
+                tables,
+                (at, end),
+                how,
+                combine,
+            );
+            match piece {
+                Ok(Piece { a, b, c, d }) => {
+                    store_part::<B>(output + at, word(a, b), word(c, d), left);
+                }
+                Err(stopped) => mine = Err(stopped),
+            }
+        }
+        depart(block, counters, (index, epoch), mine, arrived)
     }
+}
+
+/// The piece at `at` of all sources, reduced. `WHOLE` if it lies before `end`. With `AHEAD`, which is worth it from three sources
+/// on, the next one is asked for before one is looked at.
+///
+/// # Errors
+/// As for [`run`].
+///
+/// # Safety
+/// As for [`run`].
+#[inline(always)]
+unsafe fn gather<
+    B: Block,
+    E: GpuElement,
+    C: Combine,
+    const DIVIDES: bool,
+    const WHOLE: bool,
+    const AHEAD: bool,
+>(
+    block: &B,
+    launch: &OneShot,
+    tables: &impl Tables,
+    (at, end): (u64, u64),
+    (half, flag): (u64, u32),
+    combine: C,
+) -> Result<Piece, Stopped> {
+    let left = if WHOLE { PIECE } else { end - at };
+    // SAFETY: the caller's promise.
+    let packets = |source: u64| unsafe { read_packets(block, source + half, at, left, flag) };
+    // SAFETY: as above.
+    let own = || unsafe {
+        if WHOLE {
+            load16(launch.input + at)
+        } else {
+            Piece::of(load_part::<B>(launch.input + at, left))
+        }
+    };
+    // Its words, as packets have them.
+    let look = |k: u32| match tables.source(k) {
+        0 => {
+            let Piece { a, b, c, d } = own();
+            [word(a, flag), word(b, flag), word(c, flag), word(d, flag)]
+        }
+        source => packets(source),
+    };
+    let mut lanes = E::unpack(Piece::default());
+    let mut next = if AHEAD { look(0) } else { [0; 4] };
+    let mut k = 0;
+    while k < launch.sources {
+        let site = || Site {
+            kind: WaitKind::Packet,
+            peer: tables.peer(k),
+            channel: k,
+            op: launch.op_index,
+        };
+        let piece = if AHEAD {
+            let words = next;
+            if k + 1 < launch.sources {
+                next = look(k + 1);
+            }
+            await_words(block, flag, words, site, || look(k))?
+        } else {
+            match tables.source(k) {
+                0 => own(),
+                source => {
+                    let look = || packets(source);
+                    await_words(block, flag, look(), site, look)?
+                }
+            }
+        };
+        let now = E::unpack(piece);
+        lanes = if k == 0 {
+            now
+        } else {
+            combine.combine::<E>(lanes, now)
+        };
+        k += 1;
+    }
+    if DIVIDES && launch.divisor != 0 {
+        cold_path();
+        lanes = E::map(lanes, |acc| E::div(acc, launch.divisor));
+    }
+    Ok(E::pack(lanes))
 }

@@ -125,7 +125,7 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
         }
         // What waits need to know is there behind this barrier, which takes less time than the lines.
         mine = block.sync(mine);
-        let is_last = counted(block, counters, epoch, mine);
+        let arrived = counted(block, counters, epoch, mine);
         let (mut at, mut from) = (first, half + line);
         while at < end && mine.is_ok() {
             let this = (lane, at + ahead * PAIR_PAYLOAD < end);
@@ -193,6 +193,6 @@ unsafe fn run_with<B: Block, E: GpuElement, C: Combine, const DIVIDES: bool>(
             at += stride;
             from += stride / PAIR_PAYLOAD * PAIR;
         }
-        depart(block, counters, (index, epoch), mine, is_last)
+        depart(block, counters, (index, epoch), mine, arrived)
     }
 }

@@ -9,7 +9,7 @@
     reason = "a packet word is taken apart into its halves"
 )]
 
-use super::{Tables, begins, counted, depart, late};
+use super::{Tables, await_words, begins, counted, depart};
 use crate::block::Block;
 use crate::gpu::norm::{At, NormElement, SLOT_BYTES, fetch, token};
 use crate::gpu::packets::word;
@@ -18,7 +18,7 @@ use crate::gpu::wide::{PIECE, Piece, load16};
 use crate::gpu::{OneShot, OneShotNorm};
 use crate::memory::Memory;
 use crate::packet::{PAYLOAD, WORD, flag_of};
-use crate::wait::{Site, Stopped, WaitKind, wait_for};
+use crate::wait::{Site, Stopped, WaitKind};
 
 /// Memory that the threads of a block share.
 #[derive(Clone, Copy, Debug)]
@@ -88,7 +88,7 @@ pub unsafe fn run<B: Block, E: NormElement<Packed = Piece> + GpuElement>(
         }
         // What waits need to know is there behind this barrier, which takes less time than the packets.
         mine = block.sync(mine);
-        let is_last = counted(block, counters, epoch, mine);
+        let arrived = counted(block, counters, epoch, mine);
         let mut at = At {
             token: index,
             slots: near.slots,
@@ -113,28 +113,19 @@ pub unsafe fn run<B: Block, E: NormElement<Packed = Piece> + GpuElement>(
                 let mut next = look(0);
                 let mut k = 0;
                 while k < sources {
-                    let mut seen = next;
+                    let words = next;
                     if k + 1 < sources {
                         // On its way while this one is looked at.
                         next = look(k + 1);
                     }
-                    if late(seen, flag).is_some() {
-                        let site = Site {
-                            kind: WaitKind::Packet,
-                            peer: tables.peer(k),
-                            channel: k,
-                            op: op_index,
-                        };
-                        let again = || {
-                            seen = look(k);
-                            late(seen, flag).unwrap_or(seen[0]).rotate_left(32)
-                        };
-                        wait_for(block, site, u64::from(flag), again, |late| {
-                            late as u32 == flag
-                        })?;
-                    }
-                    let [a, b, c, d] = seen.map(|word| word as u32);
-                    let now = <E as GpuElement>::unpack(Piece { a, b, c, d });
+                    let site = || Site {
+                        kind: WaitKind::Packet,
+                        peer: tables.peer(k),
+                        channel: k,
+                        op: op_index,
+                    };
+                    let piece = await_words(block, flag, words, site, || look(k))?;
+                    let now = <E as GpuElement>::unpack(piece);
                     lanes = match k {
                         0 => now,
                         _ => E::zip(lanes, now, |sum, x| sum + x),
@@ -149,6 +140,6 @@ pub unsafe fn run<B: Block, E: NormElement<Packed = Piece> + GpuElement>(
             at.slots = near.slots + (at.slots == near.slots) as u64 * SLOT_BYTES as u64;
             row += step;
         }
-        depart(block, counters, (index, epoch), mine, is_last)
+        depart(block, counters, (index, epoch), mine, arrived)
     }
 }

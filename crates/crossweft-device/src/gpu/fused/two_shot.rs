@@ -1,10 +1,10 @@
 //! A two-shot reduction in one piece: meet the others, reduce this rank's chunk of all inputs into all
 //! outputs, meet again.
 
-use super::{Tables, begins, load, min, store};
+use super::{Tables, begins, hear, load, min, say, store};
 use crate::block::Block;
 use crate::dtype::ReduceOp;
-use crate::executor::{advance, arrive, compare, tag};
+use crate::executor::{advance, arrive};
 use crate::gpu::TwoShot;
 use crate::gpu::reduce::{Combine, GpuElement, Sum};
 use crate::gpu::wide::{PIECE, Piece, load16, store16};
@@ -42,15 +42,21 @@ pub unsafe fn run<B: Block, E: GpuElement>(
             // On its way while the signal is.
             taken = memory.load(semaphore.expected);
         }
+        let meets = block.thread() < launch.peers;
         let mine = begins(epoch);
-        if mine.is_ok() {
-            signal(block, launch, epoch, &semaphore);
+        if mine.is_ok() && meets {
+            say(block, &semaphore, (epoch, launch.bytes));
+            semaphore.signal(block);
         }
         // What waits need to know is there behind this barrier.
         block.sync(mine)?;
-        let is_last = arrive(block, &launch.counters);
-        let first = (launch.first_wait, taken + 1);
-        block.sync(wait(block, launch, epoch, &semaphore, first))?;
+        let arrived = arrive(block, &launch.counters);
+        let mut heard = Ok(());
+        if meets {
+            let first = (launch.first_wait, taken + 1);
+            heard = hear(block, &semaphore, (epoch, launch.bytes), first);
+        }
+        block.sync(heard)?;
         match launch.op {
             ReduceOp::Sum => {
                 reduce::<B, E, _, true>(block, launch, tables, index, Sum);
@@ -58,46 +64,14 @@ pub unsafe fn run<B: Block, E: GpuElement>(
             other => reduce::<B, E, _, false>(block, launch, tables, index, other),
         }
         block.sync(Ok(()))?;
-        signal(block, launch, epoch, &semaphore);
-        let second = (launch.second_wait, taken + 2);
-        wait(block, launch, epoch, &semaphore, second)?;
-        advance(block, &launch.counters, epoch, is_last);
-        Ok(())
-    }
-}
-
-/// # Safety
-/// As for [`run`].
-#[inline(always)]
-unsafe fn signal<B: Block>(block: &B, launch: &TwoShot, epoch: u64, semaphore: &Semaphore) {
-    if block.thread() < launch.peers {
-        let (tag, word) = tag(epoch, launch.bytes);
-        // SAFETY: the caller's promise.
-        unsafe {
-            block.memory().store(semaphore.outbound + word, tag);
+        // What call this is was said and heard at the beginning.
+        if meets {
             semaphore.signal(block);
+            let load = |addr| block.memory().load_acquire(addr);
+            semaphore.wait_until(block, launch.second_wait, taken + 2, load)?;
         }
-    }
-}
-
-/// # Safety
-/// As for [`run`].
-#[inline(always)]
-unsafe fn wait<B: Block>(
-    block: &B,
-    launch: &TwoShot,
-    epoch: u64,
-    semaphore: &Semaphore,
-    (op, target): (u32, u64),
-) -> Result<(), Stopped> {
-    let memory = block.memory();
-    if block.thread() >= launch.peers {
-        return Ok(());
-    }
-    // SAFETY: the caller's promise.
-    unsafe {
-        semaphore.wait_until(block, op, target, |addr| memory.load_acquire(addr))?;
-        compare(block, semaphore, (epoch, launch.bytes), op)
+        advance(block, &launch.counters, epoch, arrived);
+        Ok(())
     }
 }
 
@@ -136,26 +110,24 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const SUM: bool>(
     // SAFETY: the caller's promise; every piece lies before `end`, and is read from everybody before it is
     // written to anybody.
     unsafe {
-        // Links are long: four pieces of a source are on their way at once, and those of the next; of bytes, which are summed
-        // as words four times their size, that is more than there are registers.
-        while SUM && size_of::<E>() > 1 && at + 3 * stride + PIECE <= end {
-            let near = |k: u32| two(tables.source(k) + at, stride);
-            let far = |k: u32| two(tables.source(k) + at + 2 * stride, stride);
-            let mut next = (near(0), far(0));
-            let zero = E::unpack(Piece::default());
-            let mut lanes = ((zero, zero), (zero, zero));
-            let mut k = 0;
-            while k < sources {
-                let (a, b) = next;
-                if k + 1 < sources {
-                    next = (near(k + 1), far(k + 1));
-                }
-                let is_first = k == 0;
-                lanes = (
-                    add::<E, C>(combine, lanes.0, a, is_first),
-                    add::<E, C>(combine, lanes.1, b, is_first),
-                );
-                k += 1;
+        // Links are long: four pieces of two sources are on their way at once; of bytes, which are summed as words four times
+        // their size, that is more than there are registers.
+        while SUM && sources > 1 && size_of::<E>() > 1 && at + 3 * stride + PIECE <= end {
+            let four = |k: u32| {
+                let from = tables.source(k) + at;
+                (two(from, stride), two(from + 2 * stride, stride))
+            };
+            let sum = |a, b| add4::<E, C>(combine, a, b);
+            let (first, second) = (four(0), four(1));
+            let mut lanes = sum(unpack4::<E>(first), second);
+            let mut k = 2;
+            while k + 1 < sources {
+                let (now, next) = (four(k), four(k + 1));
+                lanes = sum(sum(lanes, now), next);
+                k += 2;
+            }
+            if k < sources {
+                lanes = sum(lanes, four(k));
             }
             let ((l0, l1), (l2, l3)) = lanes;
             let (a, b, c, d) = (finish(l0), finish(l1), finish(l2), finish(l3));
@@ -171,19 +143,18 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const SUM: bool>(
             at += 4 * stride;
         }
         // Two, of what is left.
-        while SUM && at + stride + PIECE <= end {
-            let near = |k: u32| two(tables.source(k) + at, stride);
-            let mut next = near(0);
-            let zero = E::unpack(Piece::default());
-            let mut lanes = (zero, zero);
-            let mut k = 0;
-            while k < sources {
-                let now = next;
-                if k + 1 < sources {
-                    next = near(k + 1);
-                }
-                lanes = add::<E, C>(combine, lanes, now, k == 0);
-                k += 1;
+        while SUM && sources > 1 && at + stride + PIECE <= end {
+            let of = |k: u32| two(tables.source(k) + at, stride);
+            let (first, second) = (of(0), of(1));
+            let mut lanes = add::<E, C>(combine, unpack::<E>(first), second);
+            let mut k = 2;
+            while k + 1 < sources {
+                let (now, next) = (of(k), of(k + 1));
+                lanes = add::<E, C>(combine, add::<E, C>(combine, lanes, now), next);
+                k += 2;
+            }
+            if k < sources {
+                lanes = add::<E, C>(combine, lanes, of(k));
             }
             let (a, b) = (finish(lanes.0), finish(lanes.1));
             let mut k = 0;
@@ -200,10 +171,11 @@ unsafe fn reduce<B: Block, E: GpuElement, C: Combine, const SUM: bool>(
             let mut lanes = E::unpack(Piece::default());
             let mut k = 0;
             while k < sources {
-                let now = E::unpack(next);
+                let now = next;
                 if k + 1 < sources {
                     next = load::<B>(tables.source(k + 1) + at, end - at);
                 }
+                let now = E::unpack(now);
                 lanes = if k == 0 {
                     now
                 } else {
@@ -230,20 +202,41 @@ unsafe fn two(from: u64, stride: u64) -> (Piece, Piece) {
     unsafe { (load16(from), load16(from + stride)) }
 }
 
-/// Two pieces more of a sum, or the first.
+type Two<T> = (T, T);
+
+#[inline(always)]
+fn unpack<E: GpuElement>((a, b): Two<Piece>) -> Two<E::Lanes> {
+    (E::unpack(a), E::unpack(b))
+}
+
+#[inline(always)]
+fn unpack4<E: GpuElement>((a, b): Two<Two<Piece>>) -> Two<Two<E::Lanes>> {
+    (unpack::<E>(a), unpack::<E>(b))
+}
+
+/// Two pieces more of a sum.
 #[inline(always)]
 fn add<E: GpuElement, C: Combine>(
     combine: C,
-    lanes: (E::Lanes, E::Lanes),
-    (a, b): (Piece, Piece),
-    is_first: bool,
-) -> (E::Lanes, E::Lanes) {
-    let now = (E::unpack(a), E::unpack(b));
-    if is_first {
-        return now;
-    }
+    lanes: Two<E::Lanes>,
+    pieces: Two<Piece>,
+) -> Two<E::Lanes> {
+    let now = unpack::<E>(pieces);
     (
         combine.combine::<E>(lanes.0, now.0),
         combine.combine::<E>(lanes.1, now.1),
+    )
+}
+
+/// Four pieces more of a sum.
+#[inline(always)]
+fn add4<E: GpuElement, C: Combine>(
+    combine: C,
+    lanes: Two<Two<E::Lanes>>,
+    pieces: Two<Two<Piece>>,
+) -> Two<Two<E::Lanes>> {
+    (
+        add::<E, C>(combine, lanes.0, pieces.0),
+        add::<E, C>(combine, lanes.1, pieces.1),
     )
 }
