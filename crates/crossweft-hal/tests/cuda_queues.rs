@@ -105,6 +105,36 @@ fn streams_run_at_once() {
     }
 }
 
+/// A stream that is given back while it works is nobody's until that has ended, and then used again.
+#[test]
+fn a_stream_given_back_at_work_is_used_again() {
+    let Some(context) = gpu() else { return };
+    let kernel = meet(&context);
+    let memory = zeroed(&context, 8);
+    let wait = |stream: &Stream| {
+        let shape = Shape::linear(1, 32);
+        launch(&kernel, stream, memory.address(), 2, WHILE, &shape);
+    };
+    let first = Stream::new(&context).unwrap();
+    let raw = first.raw();
+    wait(&first);
+    drop(first);
+    let second = Stream::new(&context).unwrap();
+    assert_ne!(second.raw(), raw);
+    wait(&second);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    second.synchronize(deadline).unwrap();
+    assert_eq!(words(&memory)[0], 2, "one of them came alone");
+    drop(second);
+    loop {
+        let both = [(); 2].map(|()| Stream::new(&context).unwrap());
+        if both.iter().any(|stream| stream.raw() == raw) {
+            break;
+        }
+        assert!(Instant::now() < deadline, "it was not used again");
+    }
+}
+
 /// How long kernels wait for others, in ns, that must come.
 const WHILE: u64 = 5_000_000_000;
 /// And for those that do not, as is known.

@@ -21,16 +21,25 @@ pub struct Context {
     raw: CuContext,
     /// What copies of plain host memory go through; made when first needed.
     pub(super) staging: Mutex<Option<Staging>>,
-    /// Streams that nobody has any more and that have nothing left to do. The device's few hardware queues
+    /// Streams that nobody has any more, with nothing left to do and others. The device's few hardware queues
     /// are given to streams in turn as they are made, so that a process that makes and destroys streams soon
     /// has two on one queue, where a kernel waits behind another that may be waiting for it.
-    pub(super) idle_streams: Mutex<Vec<CuStream>>,
+    pub(super) streams: Mutex<Given>,
     /// Pinned memory that nobody has any more: the driver frees it, and finds more, only when no kernel runs, so that a rank
     /// that frees some would wait for kernels that wait for its next launch.
     pub(super) idle_pinned: Mutex<Vec<Pinned>>,
     /// Modules that several may use, and that are unloaded with this: the driver waits for all kernels before it unloads one,
     /// so that a rank that does would wait for kernels that wait for its next launch. There are as many as kernels.
     pub(super) modules: Mutex<Vec<Loaded>>,
+}
+
+/// Streams that were given back.
+#[derive(Debug, Default)]
+pub(super) struct Given {
+    /// With nothing left to do.
+    pub(super) idle: Vec<CuStream>,
+    /// Still at work when they were last looked at.
+    pub(super) busy: Vec<CuStream>,
 }
 
 impl fmt::Debug for Context {
@@ -59,7 +68,7 @@ impl Context {
             device: device.clone(),
             raw,
             staging: Mutex::new(None),
-            idle_streams: Mutex::new(Vec::new()),
+            streams: Mutex::default(),
             idle_pinned: Mutex::new(Vec::new()),
             modules: Mutex::new(Vec::new()),
         }))
@@ -151,11 +160,12 @@ impl Drop for Context {
         if let Some(staging) = staging.take() {
             staging.free(self);
         }
-        let streams = self
-            .idle_streams
+        let given = self
+            .streams
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner);
-        for stream in std::mem::take(streams) {
+        let Given { idle, busy } = std::mem::take(given);
+        for stream in idle.into_iter().chain(busy) {
             self.release("a stream", |driver| {
                 // SAFETY: made by `Stream::new`, and nobody has it any more.
                 unsafe { driver.cuStreamDestroy_v2(stream) }

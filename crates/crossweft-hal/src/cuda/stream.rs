@@ -3,7 +3,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::context::Context;
+use super::context::{Context, Given};
 use super::driver::Driver;
 use super::error::CudaError;
 use super::sys::{self, CuEvent, CuStream};
@@ -44,11 +44,11 @@ impl Stream {
     /// [`CudaError::Call`].
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let idle = || {
-            let mut streams = context
-                .idle_streams
+            let mut given = context
+                .streams
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
-            streams.pop()
+            given.idle.pop()
         };
         let raw = match idle() {
             Some(raw) => raw,
@@ -241,14 +241,33 @@ impl Drop for Stream {
         if matches!(self.owned, Owned::No | Owned::Lasting) {
             return;
         }
-        // One that still works, or is spoilt, is not for others.
-        if self.owned == Owned::Kernels && matches!(self.is_idle(), Ok(true)) {
-            let mut streams = self
+        // One that still works is for others when it has ended; one that is spoilt is not.
+        let state = match self.owned {
+            Owned::Kernels => self.is_idle().ok(),
+            _ => None,
+        };
+        if let Some(is_idle) = state {
+            let mut given = self
                 .context
-                .idle_streams
+                .streams
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
-            streams.push(self.raw);
+            let Given { idle, busy } = &mut *given;
+            if is_idle {
+                idle.push(self.raw);
+            } else {
+                busy.push(self.raw);
+            }
+            // The driver was just asked of this one, so it may be asked of others.
+            busy.retain(|&raw| {
+                // SAFETY: made in `new`, and not destroyed.
+                let ended = |driver: &Driver| ended(unsafe { driver.cuStreamQuery(raw) });
+                let has_ended = matches!(self.context.run(ended), Ok(true));
+                if has_ended {
+                    idle.push(raw);
+                }
+                !has_ended
+            });
             return;
         }
         self.context.release("a stream", |driver| {
