@@ -464,7 +464,8 @@ impl CallLine {
         }
     }
 
-    /// Notes that one begins whose buffers lie at `places`, which must be the same on every rank.
+    /// Notes that one begins whose buffers lie at `places`, or of which these two numbers say something else, which must be the
+    /// same on every rank.
     pub fn begin_at(&self, endpoint: &Endpoint, bytes: u64, places: (u64, u64)) {
         if let Some(own) = endpoint.control(endpoint.rank()) {
             Board::place(own, BOARD, self.number, self.begun() + 1, places);
@@ -490,6 +491,14 @@ impl CallLine {
     pub fn noted_by(&self, endpoint: &Endpoint, rank: u32) -> Option<(u64, bool)> {
         let call = endpoint.call(rank, self.number)?;
         Some((call.begun, call.running))
+    }
+
+    /// What [`begin_at`](Self::begin_at) noted for call number `begun` of `rank`; `None` if that is no more there, which holds for the
+    /// last two, or cannot be read here. A rank that notes another call meanwhile can be caught between two words of it: only
+    /// what is seen twice, for longer than that takes, is sure.
+    #[must_use]
+    pub fn noted_at(&self, endpoint: &Endpoint, rank: u32, begun: u64) -> Option<(u64, u64)> {
+        Board::placed(endpoint.control(rank)?, BOARD, self.number, begun)
     }
 
     /// Notes that it has ended.

@@ -204,6 +204,10 @@ impl<'a> Guard<'a> {
         let number = self.call.map(CallLine::number);
         let any = || self.endpoint.other_calls(rank, number?).next();
         let theirs = self.crossing(rank).or_else(any);
+        // What was launched on a stream is not noted as the plan's, but perhaps as whoever launched it calls it.
+        let ours = number.and_then(|number| self.endpoint.call(own, number));
+        let ours = ours.filter(|call| call.begun > 0);
+        let also = || self.endpoint.other_calls(own, number?).next();
         let words = |call: Option<Call>| {
             call.map_or("makes another".to_owned(), |c| {
                 self.endpoint.describe_call(c)
@@ -213,7 +217,7 @@ impl<'a> Guard<'a> {
             rank,
             same_call: false,
             theirs: words(theirs),
-            ours: words(number.and_then(|number| self.endpoint.call(own, number))),
+            ours: words(ours.or_else(also)),
         }
     }
 

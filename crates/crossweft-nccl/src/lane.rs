@@ -5,6 +5,7 @@
 //! the watch to find: it ends the waits of launches when the job has failed, and tells the job when one was ended.
 #![allow(unsafe_code)]
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -19,9 +20,9 @@ use crossweft_hal::Device;
 use crossweft_hal::cuda::{Context, CudaError, DeviceMemory, Event, MemoryOptions, Stream};
 use crossweft_net::PeerState;
 
-use crate::call::{Buffers, CollectiveCall};
+use crate::call::{Buffers, CollectiveCall, Reduction};
 use crate::engine::Messaging;
-use crate::notes::{Notes, Seen};
+use crate::notes::{Apart, Notes, PATIENCE, Seen};
 use crate::pointer::Source;
 use crate::settings;
 use crate::status::Error;
@@ -48,6 +49,8 @@ pub(crate) struct Lane {
     aside: Option<DeviceMemory>,
     /// Where recorded ones do.
     kept: Vec<DeviceMemory>,
+    /// The [`signature`] of the collectives that were launched and not recorded.
+    calls: u64,
     notes: Arc<Notes>,
     watch: Arc<Watch>,
     /// Ends the watch's thread when it is dropped.
@@ -84,7 +87,7 @@ pub(crate) struct Watch {
     plans: Mutex<Vec<Weak<Prepared>>>,
     messaging: Weak<Messaging>,
     /// Why this rank has ended waits by itself.
-    reason: OnceLock<String>,
+    reason: OnceLock<Error>,
     /// What went wrong first on the device.
     failure: OnceLock<Error>,
 }
@@ -94,6 +97,8 @@ pub(crate) struct Watch {
 struct Suspicion {
     left: Option<Instant>,
     refused: Seen,
+    /// A rank in another call than this one.
+    differs: Option<(Apart, Instant)>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -143,14 +148,15 @@ impl Watch {
         if let Some(error) = self.found() {
             let error = match self.reason.get() {
                 // What it says itself is that its wait was ended.
-                Some(reason) => Error::late(reason.clone()),
+                Some(reason) => reason.clone(),
                 None => Error::from(error),
             };
-            if !error.shared {
-                group.abort(&error.text);
-            }
-            // Nobody else sets it.
+            let (shared, text) = (error.shared, error.text.clone());
+            // Nobody else sets it. First, for who asks meanwhile is told this rather than that the job has failed.
             let _ = self.failure.set(error);
+            if !shared {
+                group.abort(&text);
+            }
         }
     }
 }
@@ -176,9 +182,9 @@ impl Watch {
                     let (theirs, ours) =
                         (self.notes.launches_of(rank), self.notes.launches_of(own));
                     self.reason.get_or_init(|| {
-                        format!(
+                        Error::late(format!(
                             "rank {rank} has left the job after {theirs} of {ours} collective calls"
-                        )
+                        ))
                     });
                 }
                 return true;
@@ -189,13 +195,40 @@ impl Watch {
         let peers = lock(&self.peers);
         let is_waited_for = |rank| behind(rank) || peers.contains(&rank);
         let refused = self.notes.look(&mut suspicion.refused, is_waited_for);
-        match refused.filter(|_| runs()) {
+        let refused = refused.map(Error::late);
+        let reason = refused.or_else(|| self.differs(suspicion));
+        match reason.filter(|_| runs()) {
             Some(reason) => {
                 self.reason.get_or_init(|| reason);
                 true
             }
             None => false,
         }
+    }
+
+    /// Whether another rank's calls have long been others than this one's. Kernels see that by themselves where both calls take
+    /// the same plan; where they take two, each waits in its own.
+    fn differs(&self, suspicion: &mut Suspicion) -> Option<Error> {
+        let Some(found) = self.notes.in_another() else {
+            suspicion.differs = None;
+            return None;
+        };
+        let since = match suspicion.differs {
+            Some((before, since)) if before == found => since,
+            _ => suspicion.differs.insert((found, Instant::now())).1,
+        };
+        let Apart {
+            rank,
+            number,
+            theirs,
+            ours,
+        } = found;
+        (since.elapsed() > PATIENCE).then(|| {
+            Error::usage(format!(
+                "rank {rank} and this one make different collective calls, in number {number}, which has {theirs} bytes there and \
+                 {ours} here, or before: give the same operation, count, type and root in the same order on every rank"
+            ))
+        })
     }
 }
 
@@ -246,6 +279,7 @@ impl Lane {
             recorded: (Event::new(context)?, None),
             aside: None,
             kept: Vec::new(),
+            calls: 0,
             notes: Arc::clone(notes),
             watch,
             watching: Some((sender, thread)),
@@ -339,8 +373,12 @@ impl Lane {
         let recorded = self.in_order(&[call.stream], |stream| {
             enqueue(prepared, call, stream, limit)
         })?;
-        if !recorded {
-            self.notes.launched(call.bytes);
+        match recorded {
+            true => self.notes.recorded(),
+            false => {
+                self.calls = signature(self.calls, call);
+                self.notes.launched(call.bytes, self.calls);
+            }
         }
         Ok(recorded)
     }
@@ -450,6 +488,17 @@ impl Drop for Lane {
             let _ = thread.join();
         }
     }
+}
+
+/// A number for a call and all `before` it, the same on all ranks that have made the same ones.
+fn signature(before: u64, call: &CollectiveCall) -> u64 {
+    let op = match call.reduction {
+        Reduction::Plain(op) => Some(op),
+        Reduction::PreMultiplied(_) => None,
+    };
+    let mut hasher = DefaultHasher::new();
+    (before, call.collective, call.dtype, op, call.bytes).hash(&mut hasher);
+    hasher.finish()
 }
 
 /// Launches a collective's plan, piece after piece.

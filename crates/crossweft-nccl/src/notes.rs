@@ -14,8 +14,9 @@ use crossweft_collective::Communicator;
 
 use crate::status::Error;
 
-/// How long a refused call may be waited for: the program may be about to make it once more.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a refused call may be waited for: the program may be about to make it once more. Also, how long ranks may seem to
+/// be in different calls.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 /// How often ranks that prepare look at the others.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -29,6 +30,7 @@ pub(crate) struct Notes {
     windows: CallLine,
     delegated: CallLine,
     launched: CallLine,
+    recorded: CallLine,
     /// Whether the last call was refused.
     is_refused: Mutex<bool>,
     /// The same, to be seen without a lock.
@@ -38,6 +40,16 @@ pub(crate) struct Notes {
 
 /// A rank and how many calls it had refused, and when that was first seen.
 pub(crate) type Seen = Option<((u32, u64), Instant)>;
+
+/// A rank that has made other collective calls than this one; see [`Notes::in_another`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Apart {
+    pub(crate) rank: u32,
+    pub(crate) number: u64,
+    /// Bytes of its message, and of this rank's.
+    pub(crate) theirs: u64,
+    pub(crate) ours: u64,
+}
 
 /// For whose messages or signals a rank waits.
 #[derive(Debug, Default)]
@@ -64,6 +76,7 @@ impl Notes {
             windows: endpoint.own_call_line("is in a call between windows"),
             delegated: endpoint.own_call_line("is in a call that is delegated to another library"),
             launched: endpoint.own_call_line("has launched a collective"),
+            recorded: endpoint.own_call_line("has recorded a collective"),
             is_refused: Mutex::default(),
             was_refused: AtomicBool::new(false),
             waiting: Mutex::default(),
@@ -94,15 +107,50 @@ impl Notes {
         }
     }
 
-    /// A collective with a message of `bytes` bytes was launched on a GPU, not recorded.
-    pub(crate) fn launched(&self, bytes: u64) {
-        self.launched.begin(&self.endpoint, bytes);
+    /// A collective with a message of `bytes` bytes was launched on a GPU, not recorded. `calls` is a number for it and all
+    /// before it.
+    pub(crate) fn launched(&self, bytes: u64, calls: u64) {
+        self.launched
+            .begin_at(&self.endpoint, bytes, (calls, bytes));
+    }
+
+    /// One was recorded into a graph.
+    pub(crate) fn recorded(&self) {
+        self.recorded.begin(&self.endpoint, 0);
+        self.recorded.end(&self.endpoint);
     }
 
     /// How many collectives a rank has launched so.
     pub(crate) fn launches_of(&self, rank: u32) -> u64 {
         let noted = self.launched.noted_by(&self.endpoint, rank);
         noted.map_or(0, |(launches, _)| launches)
+    }
+
+    /// A rank whose collectives so far are not this one's, as far as both have launched them: the rank, how many those are, and the
+    /// bytes of the last, there and here. Nothing is known of a rank that is more than one ahead or behind, on another
+    /// host, or, as is this one, has recorded some: what a replay there meets here is nowhere noted.
+    pub(crate) fn in_another(&self) -> Option<Apart> {
+        let has_recorded = |rank| {
+            let noted = self.recorded.noted_by(&self.endpoint, rank);
+            noted.is_none_or(|(recorded, _)| recorded > 0)
+        };
+        let own = self.endpoint.rank();
+        if has_recorded(own) {
+            return None;
+        }
+        let launches = self.launches_of(own);
+        (0..self.endpoint.world_size()).find_map(|rank| {
+            let number = launches.min(self.launches_of(rank));
+            let noted = |rank| self.launched.noted_at(&self.endpoint, rank, number);
+            let ((theirs, bytes), (ours, own_bytes)) = (noted(rank)?, noted(own)?);
+            let found = Apart {
+                rank,
+                number,
+                theirs: bytes,
+                ours: own_bytes,
+            };
+            (theirs != ours && !has_recorded(rank)).then_some(found)
+        })
     }
 
     /// Prepares for a call with a message of `bytes` bytes, which all ranks do together; ends the wait for one that

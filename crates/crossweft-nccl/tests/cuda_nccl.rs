@@ -985,20 +985,40 @@ fn what_was_sent_by_the_only_other_rank_before_it_left_arrives() {
 #[test]
 fn sizes_that_differ_are_found_on_the_device() {
     let context = context!();
-    job(&context, 2, |rank| {
-        let data = rank.floats(1000, 1.0);
-        ok(rank.all_reduce(data.at(), 1000));
-        rank.settle();
-        ok(rank.all_reduce(data.at(), 500 + 100 * rank.rank as usize));
-        let start = Instant::now();
-        let mut error = 0;
-        while error == 0 && start.elapsed() < LIMIT {
-            ok(ncclCommGetAsyncError(rank.comm, &mut error));
-        }
-        assert_ne!(error, 0);
-        println!("rank {}: {error}, {}", rank.rank, last_error(rank.comm));
-        ok(ncclCommAbort(rank.comm));
-    });
+    // The same plan takes the first two, as is seen in a kernel; the others take two. A call follows, or none does.
+    for (counts, goes_on) in [
+        ([500, 510], false),
+        ([100, 2000], false),
+        ([100, 2000], true),
+    ] {
+        let errors = job(&context, 2, |rank| {
+            let data = rank.floats(2000, 1.0);
+            ok(rank.all_reduce(data.at(), 2000));
+            rank.settle();
+            ok(rank.all_reduce(data.at(), counts[rank.rank as usize]));
+            if goes_on {
+                ok(rank.all_reduce(data.at(), 2000));
+            }
+            let start = Instant::now();
+            let mut error = 0;
+            while error == 0 && start.elapsed() < LIMIT {
+                ok(ncclCommGetAsyncError(rank.comm, &mut error));
+            }
+            let text = last_error(rank.comm);
+            rank.meet();
+            // First, for nothing else ends what still waits.
+            ok(ncclCommAbort(rank.comm));
+            println!("rank {}: {error}, {text}", rank.rank);
+            assert!([INVALID_USAGE, REMOTE_ERROR].contains(&error), "{text}");
+            assert!(text.contains("bytes"), "{text}");
+            error
+        });
+        // Who finds it first tells the other.
+        assert!(
+            errors.contains(&INVALID_USAGE),
+            "{counts:?}, {goes_on}: {errors:?}"
+        );
+    }
 }
 
 #[test]
