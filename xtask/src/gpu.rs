@@ -148,7 +148,17 @@ step() { # name, seconds it may take, command
     local name=$1 limit=$2 begin end outcome
     shift 2
     begin=$(date +%s)
-    if timeout "$limit" "$@" > "results/$name.txt" 2>&1; then outcome=ok; else outcome="exit $?"; failures=$((failures + 1)); fi
+    timeout "$limit" "$@" > "results/$name.txt" 2>&1
+    local code=$?
+    outcome="exit $code"
+    if [ $code = 0 ]; then
+        outcome=ok
+    elif [ $code = 2 ] && grep -q '^error: .* ranks in one process on CUDA' "results/$name.txt"; then
+        # More ranks than a process has queues for; nothing was launched.
+        outcome=refused
+    else
+        failures=$((failures + 1))
+    fi
     if [ "$outcome" = ok ] && grep -q 'skipped: ' "results/$name.txt"; then outcome=skipped; fi
     end=$(date +%s)
     printf '%-24s %-10s %4d s\n' "$name" "$outcome" $((end - begin))

@@ -307,7 +307,7 @@ fn same_bits(ranks: u32, dtypes: &[DataType], hidden: &[usize], shifts: &[(u64, 
                     all.extend(on_device(communicator, &fused, &data, case, place)?);
                 }
                 let (bytes, said) = (tokens * hidden * dtype.size(), fused.explain(tokens));
-                let is_one = ranks > 1 && dtype.size() == 2 && bytes <= 256 << 10;
+                let is_one = ranks > 1 && dtype.size() == 2 && bytes <= 128 << 10;
                 assert!(fused.is_one_launch(tokens) || !is_one, "{case:?}");
                 assert_eq!(
                     said.contains("one launch"),
