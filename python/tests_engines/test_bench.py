@@ -80,6 +80,20 @@ def test_a_run_under_torchrun_whose_output_is_json() -> None:
     assert done.stderr.count("correctness check PASS!") == 2
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_a_gpu_all_of_this_package_is_right(tmp_path: Path) -> None:
+    record = tmp_path / "out.json"
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    sizes = ["--min", "1K", "--max", "1M", "--factor", "32"]
+    done = bench("--", *sizes, "--device", "cuda", "--rounds", "1", "--json", str(record), launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("correctness check PASS!") == 3
+    graphs = ("crossweft graph", "crossweft graph, symmetric")
+    for row in json.loads(record.read_text())["rows"]:
+        ours = {*graphs, *(name for name in COLUMNS if name.startswith("crossweft"))}
+        assert row["correct"] and ours <= set(row["columns"]), row
+
+
 def test_a_rank_that_fails_ends_the_run() -> None:
     done = bench("--ranks", "2", *QUICK, "--max", "1K", "--json", "/dev/full")
     assert done.returncode != 0

@@ -122,8 +122,36 @@ def engine() -> None:
     ours.close()
 
 
+def symmetric() -> None:
+    """Tensors that all ranks reach, and a graph whose memory they are: reduced where they lie."""
+    ours = AllReduceCommunicator(dist.group.WORLD, device=device, timeout=60.0)
+    pool = ours.mem_pool(64 << 20)
+    # Beyond what goes in one hop.
+    shape = (1 << 10, 1 << 10)
+    ours.prepare(shape, torch.float32)
+    with torch.cuda.use_mem_pool(pool):
+        tensor = torch.full(shape, rank + 1.0, device=device)
+    assert pool.holds(tensor)
+    ours.all_reduce_(tensor)
+    assert tensor.unique().tolist() == [sum(range(1, world_size + 1))]
+    own = torch.zeros(shape, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.id):
+        total = ours.all_reduce_(own * 2)
+    assert pool.holds(total)
+    for turn in range(10):
+        own.fill_(turn + rank)
+        graph.replay()
+        assert total.unique().tolist() == [2 * sum(turn + each for each in range(world_size))]
+    ours.check()
+    assert {count.path for count in ours.report().calls} == {"symmetric"}
+    del graph, total, tensor
+    ours.close()
+
+
 capture_what_nobody_has_prepared()
 engine()
+symmetric()
 with register("tp", communicator), torch.no_grad():
     for dtype in DTYPES:
         tolerance = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps

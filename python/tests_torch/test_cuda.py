@@ -6,6 +6,9 @@ first used, and waits for the device when a capture begins.
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sysconfig
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -400,10 +403,45 @@ def test_an_abort_ends_kernels() -> None:
     in_threads(RANKS, one, device="cuda:0", timeout=3600.0)
 
 
+def why_no_inductor() -> str | None:
+    """Triton compiles what it launches kernels with."""
+    if importlib.util.find_spec("triton") is None:
+        return "Inductor's kernels need triton"
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return "triton needs a C compiler"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "triton needs Python.h"
+    return None
+
+
 @needs_device
-def test_processes() -> None:
-    printed = torchrun(2, HERE / "cuda_script.py")
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor", marks=pytest.mark.skipif(why_no_inductor() is not None, reason=why_no_inductor() or "")
+        ),
+    ],
+)
+def test_processes(backend: str) -> None:
+    printed = torchrun(2, HERE / "cuda_script.py", backend)
     assert {"rank 0 ok", "rank 1 ok"} <= set(printed.splitlines()), printed
+
+
+@needs_device
+def test_a_first_start_says_what_it_does(tmp_path: Path) -> None:
+    kept = {"CUDA_CACHE_PATH": str(tmp_path / "driver"), "CROSSWEFT_CACHE_DIR": str(tmp_path / "ours")}
+    first, later = (torchrun(2, HERE / "start_script.py", **kept).splitlines() for _ in range(2))
+    for printed in (first, later):
+        assert {"rank 0 ok", "rank 1 ok"} <= set(printed), printed
+    # For those who want the times: pytest -rP.
+    print(*first, *later, sep="\n")
+    # What is soon there is not worth a word, as everything is that the driver has kept.
+    began = "the driver compiles kernels that it has not kept from an earlier start"
+    seconds = next(float(line.split()[2]) / 1e3 for line in first if line.startswith("first start: "))
+    assert seconds < 1 or any(began in line for line in first), first
+    assert not any(began in line for line in later), later
 
 
 @needs_device
@@ -412,6 +450,16 @@ def test_backend(name: str) -> None:
     printed = torchrun(2, HERE / "cuda_backend_script.py", name)
     script = (HERE / "cuda_backend_script.py").read_text()
     assert printed.count(" ok\n") == script.count("\n@case\n"), printed
+
+
+@needs_device
+def test_training() -> None:
+    printed = torchrun(2, HERE / "training_script.py", "cuda")
+    assert [line for line in printed.splitlines() if line.endswith(" ok")] == [
+        "DDP ok",
+        "DDP with static graph ok",
+        "FSDP2 ok",
+    ]
 
 
 @needs_device
