@@ -13,15 +13,13 @@ use std::process::Command;
 use crossweft_kernels::{MIN_SM, MODULES, Module};
 
 use crate::cuda::root;
-use crate::kernels::{Compiler, Target, is_one_shot, may_spill, side_by_side};
+use crate::kernels::{Compiler, Target, may_spill, side_by_side};
 
 const TRIPLE: &str = "amdgcn-amd-amdhsa";
 const PROCESSOR: &str = "gfx942";
 
 /// Bytes of memory of a thread's own that a kernel takes, at most: why a wait ended, which functions pass by address.
 const PRIVATE: u64 = 32;
-/// The same for one shots: the launch, which is passed by address to what gathers a piece. To be mended when something loads them.
-const ONE_SHOT_PRIVATE: u64 = 160;
 /// The executor's has a loop over operations of all kinds, and keeps there what only some of those need.
 const EXECUTOR_PRIVATE: u64 = 256;
 
@@ -215,7 +213,6 @@ fn lint(assembly: &str, entries: &[&str], threads: u32) -> Vec<String> {
         let (private, spills) = match () {
             () if is("crossweft_plan_") => (EXECUTOR_PRIVATE, u64::MAX),
             () if may_spill(entry) => (2 * PRIVATE, 32),
-            () if is_one_shot(entry) => (ONE_SHOT_PRIVATE, 0),
             () => (PRIVATE, 0),
         };
         for (key, allowed) in [
@@ -375,22 +372,6 @@ amdhsa.target:   amdgcn-amd-amdhsa--gfx942
             "private_segment_fixed_size: 372",
         );
         assert_eq!(lint(&more, &["crossweft_plan_f32"], 384).len(), 1);
-    }
-
-    #[test]
-    fn one_shots_may_keep_their_launch_and_lines_may_not() {
-        let of = |entry: &str| {
-            let text = GOOD.replace("           k", &format!("           {entry}"));
-            let text = text.replace(
-                "private_segment_fixed_size: 0",
-                "private_segment_fixed_size: 152",
-            );
-            lint(&text, &[entry], 384).len()
-        };
-        assert_eq!(of("crossweft_one_shot_bf16"), 0);
-        assert_eq!(of("crossweft_one_shot_scatter_f32"), 0);
-        assert_eq!(of("crossweft_one_shot_lines_bf16"), 1);
-        assert_eq!(of("crossweft_two_shot_bf16"), 1);
     }
 
     #[test]

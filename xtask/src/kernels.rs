@@ -298,13 +298,9 @@ fn unrolls(module: &Module) -> bool {
 
 /// The same for one entry: lines, which many threads have several of, are worth it.
 fn entry_unrolls(entry: &str) -> bool {
-    !(is_one_shot(entry) || entry.starts_with("crossweft_two_shot"))
-}
-
-/// Whether an entry is a one-shot of packets, with nothing else in it.
-pub(crate) fn is_one_shot(entry: &str) -> bool {
-    let is = |form: &str| entry.starts_with(&format!("crossweft_one_shot_{form}"));
-    is("") && !is("lines") && !is("norm")
+    let is = |form: &str| entry.starts_with(&format!("crossweft_{form}"));
+    let straight = is("one_shot") && !is("one_shot_lines") && !is("one_shot_norm");
+    !(straight || is("two_shot"))
 }
 
 /// What the compiler leaves to be done: launch bounds, names that do not depend on where the

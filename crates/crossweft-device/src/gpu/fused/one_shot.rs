@@ -136,28 +136,28 @@ unsafe fn run_with<
         mine = block.sync(mine);
         let arrived = counted(block, counters, epoch, mine);
         at = first;
-        let how = (half, flag);
+        let gather = Gather {
+            input,
+            end,
+            half,
+            flag,
+            sources: launch.sources,
+            op_index: launch.op_index,
+            divisor: launch.divisor,
+        };
+        // Between two ranks one packet comes from elsewhere, so there is no other to ask for ahead.
+        if launch.sources <= 2 {
+            while at < whole && mine.is_ok() {
+                match gather.piece::<B, E, C, DIVIDES, true, false>(block, tables, at, combine) {
+                    Ok(piece) => store16(output + at, piece),
+                    Err(stopped) => mine = Err(stopped),
+                }
+                at += stride;
+            }
+        }
+        // Behind the other and not in one with it: code in its way costs it 5 %.
         while at < whole && mine.is_ok() {
-            let piece = if launch.sources > 2 {
-                gather::<B, E, C, DIVIDES, true, true>(
-                    block,
-                    launch,
-                    tables,
-                    (at, end),
-                    how,
-                    combine,
-                )
-            } else {
-                gather::<B, E, C, DIVIDES, true, false>(
-                    block,
-                    launch,
-                    tables,
-                    (at, end),
-                    how,
-                    combine,
-                )
-            };
-            match piece {
+            match gather.piece::<B, E, C, DIVIDES, true, true>(block, tables, at, combine) {
                 Ok(piece) => store16(output + at, piece),
                 Err(stopped) => mine = Err(stopped),
             }
@@ -165,18 +165,9 @@ unsafe fn run_with<
         }
         if at < end && mine.is_ok() {
             cold_path();
-            let left = end - at;
-            let piece = gather::<B, E, C, DIVIDES, false, false>(
-                block,
-                launch,
-                tables,
-                (at, end),
-                how,
-                combine,
-            );
-            match piece {
+            match gather.piece::<B, E, C, DIVIDES, false, false>(block, tables, at, combine) {
                 Ok(Piece { a, b, c, d }) => {
-                    store_part::<B>(output + at, word(a, b), word(c, d), left);
+                    store_part::<B>(output + at, word(a, b), word(c, d), end - at);
                 }
                 Err(stopped) => mine = Err(stopped),
             }
@@ -185,85 +176,108 @@ unsafe fn run_with<
     }
 }
 
-/// The piece at `at` of all sources, reduced. `WHOLE` if it lies before `end`. With `AHEAD`, which is worth it from three sources
-/// on, the next one is asked for before one is looked at.
-///
-/// # Errors
-/// As for [`run`].
-///
-/// # Safety
-/// As for [`run`].
-#[inline(always)]
-unsafe fn gather<
-    B: Block,
-    E: GpuElement,
-    C: Combine,
-    const DIVIDES: bool,
-    const WHOLE: bool,
-    const AHEAD: bool,
->(
-    block: &B,
-    launch: &OneShot,
-    tables: &impl Tables,
-    (at, end): (u64, u64),
-    (half, flag): (u64, u32),
-    combine: C,
-) -> Result<Piece, Stopped> {
-    let left = if WHOLE { PIECE } else { end - at };
-    // SAFETY: the caller's promise.
-    let packets = |source: u64| unsafe { read_packets(block, source + half, at, left, flag) };
-    // SAFETY: as above.
-    let own = || unsafe {
-        if WHOLE {
-            load16(launch.input + at)
-        } else {
-            Piece::of(load_part::<B>(launch.input + at, left))
-        }
-    };
-    // Its words, as packets have them.
-    let look = |k: u32| match tables.source(k) {
-        0 => {
-            let Piece { a, b, c, d } = own();
-            [word(a, flag), word(b, flag), word(c, flag), word(d, flag)]
-        }
-        source => packets(source),
-    };
-    let mut lanes = E::unpack(Piece::default());
-    let mut next = if AHEAD { look(0) } else { [0; 4] };
-    let mut k = 0;
-    while k < launch.sources {
-        let site = || Site {
-            kind: WaitKind::Packet,
-            peer: tables.peer(k),
-            channel: k,
-            op: launch.op_index,
-        };
-        let piece = if AHEAD {
-            let words = next;
-            if k + 1 < launch.sources {
-                next = look(k + 1);
+/// What it takes to gather pieces, by value: a launch that is passed on by address would lie in memory of the thread's own.
+#[derive(Clone, Copy)]
+struct Gather {
+    input: u64,
+    end: u64,
+    half: u64,
+    flag: u32,
+    sources: u32,
+    op_index: u32,
+    divisor: u32,
+}
+
+impl Gather {
+    /// The piece at `at` of all sources, reduced. `WHOLE` if it lies before the end. With `AHEAD`, which is worth it from three
+    /// sources on, the next one is asked for before one is looked at.
+    ///
+    /// # Errors
+    /// As for [`run`].
+    ///
+    /// # Safety
+    /// As for [`run`].
+    #[inline(always)]
+    unsafe fn piece<
+        B: Block,
+        E: GpuElement,
+        C: Combine,
+        const DIVIDES: bool,
+        const WHOLE: bool,
+        const AHEAD: bool,
+    >(
+        self,
+        block: &B,
+        tables: &impl Tables,
+        at: u64,
+        combine: C,
+    ) -> Result<Piece, Stopped> {
+        let Self {
+            input,
+            end,
+            half,
+            flag,
+            sources,
+            op_index,
+            divisor,
+        } = self;
+        let left = if WHOLE { PIECE } else { end - at };
+        // SAFETY: the caller's promise.
+        let packets =
+            move |source: u64| unsafe { read_packets(block, source + half, at, left, flag) };
+        // SAFETY: as above.
+        let own = move || unsafe {
+            if WHOLE {
+                load16(input + at)
+            } else {
+                Piece::of(load_part::<B>(input + at, left))
             }
-            await_words(block, flag, words, site, || look(k))?
-        } else {
-            match tables.source(k) {
-                0 => own(),
-                source => {
-                    let look = || packets(source);
-                    await_words(block, flag, look(), site, look)?
+        };
+        // Its words, as packets have them.
+        let look = move |k: u32| match tables.source(k) {
+            0 => {
+                let Piece { a, b, c, d } = own();
+                [word(a, flag), word(b, flag), word(c, flag), word(d, flag)]
+            }
+            source => packets(source),
+        };
+        let mut lanes = E::unpack(Piece::default());
+        let mut next = if AHEAD { look(0) } else { [0; 4] };
+        let mut k = 0;
+        while k < sources {
+            let site = move || Site {
+                kind: WaitKind::Packet,
+                peer: tables.peer(k),
+                channel: k,
+                op: op_index,
+            };
+            let piece = if AHEAD {
+                let words = next;
+                if k + 1 < sources {
+                    next = look(k + 1);
                 }
-            }
-        };
-        let now = E::unpack(piece);
-        lanes = if k == 0 {
-            now
-        } else {
-            combine.combine::<E>(lanes, now)
-        };
-        k += 1;
+                await_words(block, flag, words, site, move || look(k))?
+            } else {
+                match tables.source(k) {
+                    0 => own(),
+                    source => {
+                        let look = move || packets(source);
+                        await_words(block, flag, look(), site, look)?
+                    }
+                }
+            };
+            let now = E::unpack(piece);
+            lanes = if k == 0 {
+                now
+            } else {
+                combine.combine::<E>(lanes, now)
+            };
+            k += 1;
+        }
+        if DIVIDES && divisor != 0 {
+            cold_path();
+            lanes = E::map(lanes, |acc| E::div(acc, divisor));
+        }
+        Ok(E::pack(lanes))
     }
-    if DIVIDES && launch.divisor != 0 {
-        cold_path();
-        lanes = E::map(lanes, |acc| E::div(acc, launch.divisor));
-    }
-    Ok(E::pack(lanes))
 }
