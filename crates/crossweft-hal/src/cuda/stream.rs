@@ -253,11 +253,6 @@ impl Drop for Stream {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
             let Given { idle, busy } = &mut *given;
-            if is_idle {
-                idle.push(self.raw);
-            } else {
-                busy.push(self.raw);
-            }
             // The driver was just asked of this one, so it may be asked of others.
             busy.retain(|&raw| {
                 // SAFETY: made in `new`, and not destroyed.
@@ -268,6 +263,11 @@ impl Drop for Stream {
                 }
                 !has_ended
             });
+            if is_idle {
+                idle.push(self.raw);
+            } else {
+                busy.push(self.raw);
+            }
             return;
         }
         self.context.release("a stream", |driver| {
