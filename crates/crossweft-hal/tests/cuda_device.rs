@@ -904,3 +904,41 @@ fn detection_agrees() {
         );
     }
 }
+
+#[test]
+fn a_kernel_of_another_device_reads_what_all_may() {
+    let gpu = gpu!();
+    let devices = gpu.context.driver().devices().unwrap();
+    let own = gpu.context.device();
+    let Some(other) = devices
+        .iter()
+        .find(|peer| peer.ordinal() != own.ordinal() && peer.peer(own).unwrap().access)
+    else {
+        println!("skipped: no other device can reach the first");
+        return;
+    };
+    let [near, far] = [(); 2].map(|()| gpu.memory(64 * 4));
+    let values: Vec<f32> = (0..64).map(|index| index as f32).collect();
+    near.write(0, &bytes_of(&values)).unwrap();
+    for memory in [&near, &far] {
+        memory.allow_all().unwrap();
+    }
+    let context = Context::retain(other).unwrap();
+    let module = Module::load(&context, "tests", PTX, &CompileOptions::default()).unwrap();
+    let kernel = module.kernel("add").unwrap();
+    let stream = Stream::new(&context).unwrap();
+    let (from, to, count) = (near.address(), far.address(), 64_u32);
+    let arguments: [Argument<'_>; 4] = [
+        (&from).into(),
+        (&from).into(),
+        (&to).into(),
+        (&count).into(),
+    ];
+    // SAFETY: the kernel's parameters; the memory is ours, long enough, and outlives the kernel.
+    unsafe { kernel.launch(&stream, &Shape::linear(1, 64), &arguments) }.unwrap();
+    stream.synchronize(soon()).unwrap();
+    let mut sum = vec![0; 64 * 4];
+    far.read(0, &mut sum).unwrap();
+    let expected: Vec<f32> = values.iter().map(|value| value * 2.0).collect();
+    assert_eq!(floats_of(&sum), expected);
+}

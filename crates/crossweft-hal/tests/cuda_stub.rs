@@ -639,6 +639,21 @@ fn device_memory_is_made_and_unmade_in_order() {
 }
 
 #[test]
+fn memory_is_for_all_devices_that_can_reach_it() {
+    let stub = stub!();
+    let context = stub.context();
+    let memory = DeviceMemory::allocate(&context, 1, &MemoryOptions::default()).unwrap();
+    let allowed = || {
+        stub.calls();
+        memory.allow_all().unwrap();
+        stub.calls().contains(&"cuMemSetAccess".to_owned())
+    };
+    assert!(allowed());
+    stub.set("peers", 0);
+    assert!(!allowed(), "no other device can");
+}
+
+#[test]
 fn half_made_memory_is_unmade() {
     let stub = stub!();
     let context = stub.context();

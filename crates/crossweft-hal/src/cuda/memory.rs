@@ -166,6 +166,25 @@ impl DeviceMemory {
         self.range.allow(peers)
     }
 
+    /// Lets all devices of this process reach it that the driver says can: then it is also copied while another device is current,
+    /// and by another's kernels. Devices that the driver says cannot are left out.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn allow_all(&self) -> Result<(), CudaError> {
+        let own = self.context().device();
+        let mut peers = Vec::new();
+        for peer in own.driver().devices()? {
+            if peer.ordinal() != own.ordinal() && peer.peer(own)?.access {
+                peers.push(peer);
+            }
+        }
+        match peers.is_empty() {
+            true => Ok(()),
+            false => self.allow(&peers),
+        }
+    }
+
     /// A descriptor that lets its holder map this memory. Close it whenever you like.
     ///
     /// # Errors

@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 
+use crossweft_hal::Memory;
+
 use super::{asking, calls, grouped, on, success};
 use crate::devices::Place;
 use crate::pointer::{Address, Out};
 use crate::status::Error;
 use crate::window::Window;
-use crate::{group, table};
+use crate::{group, settings, table};
 
 calls! {
-    /// Zeroed memory that other ranks can reach once it is a window.
+    /// Zeroed memory that other ranks can reach once it is a window, and the process's other devices at once: programs that drive
+    /// several copy it while another is current.
     fn ncclMemAlloc(place: Out<Address>, bytes: usize) {
         place.check("ptr")?;
         let device = Place::current()?.device;
@@ -18,6 +21,10 @@ calls! {
             return place.set("ptr", Address::of(0)).map(success);
         }
         let memory = device.allocate(bytes as u64)?;
+        // It is of use without, too.
+        if let Memory::Cuda(memory) = &memory && let Err(error) = memory.allow_all() {
+            settings::inform(|| format!("memory of ncclMemAlloc is for its own GPU alone: {error}"));
+        }
         place.set("ptr", table::keep(memory)).map(success)
     }
 
