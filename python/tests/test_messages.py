@@ -164,6 +164,8 @@ def test_an_interrupt_ends_a_receive(
 import os, signal, threading
 import crossweft as cw
 
+# Shells have programs in the background ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 unique_id = cw.UniqueId(timeout=30)
 heard = []
 

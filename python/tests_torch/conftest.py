@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 import crossweft as cw
 
@@ -46,6 +47,15 @@ def in_threads(
         if error is not None:
             raise error
     return results
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy there, asked for when the stream has ended: copies of all streams share queues, and one behind a kernel
+    that waits for another rank, on the same GPU, would hold up that rank's.
+    """
+    if tensor.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return tensor.cpu()
 
 
 def torchrun(ranks: int, script: Path, *arguments: str, **variables: str) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
-from conftest import in_threads, killed, torchrun
+from conftest import in_threads, killed, on_host, torchrun
 
 import crossweft as cw
 from crossweft import moe
@@ -78,7 +78,7 @@ def on(device: Device, layout: moe.Layout, quantise: moe.Quantise | None, staged
                 group.check()
                 parts = [out.tokens.view(torch.uint8), out.weights, out.sources, combined]
                 parts += [part for part in (out.scales, out.experts) if part is not None]
-                found += [part.cpu() for part in parts]
+                found += [on_host(part) for part in parts]
         return found
 
     return in_threads(RANKS, rank_main, device=device)
@@ -216,7 +216,7 @@ def _replayed(
                     group.check()
                 parts = [out.tokens.view(torch.uint8), out.weights, out.sources, combined]
                 parts += [part for part in (out.scales, out.experts) if part is not None]
-                found += [part.cpu().clone() for part in parts]
+                found += [on_host(part).clone() for part in parts]
             communicator.barrier()
         return found
 
