@@ -26,20 +26,9 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-COLOURS = ["#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
+sys.path.insert(0, str(HERE.parent))
 
-
-def run(command, environment=None, limit=600):
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=limit, env=environment, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr[-500:]}")
-    return done.stdout
-
-
-def last_json(text):
-    return json.loads(text[text.index("{") :])
+from report import BENCH, OURS, last_json, medians, plot, run, table  # noqa: E402, it lies beside this folder
 
 
 def contenders(options, folder):
@@ -50,8 +39,8 @@ def contenders(options, folder):
         "--ranks", str(options.ranks), "--min", sizes[0], "--max", sizes[1], "--factor", sizes[2],
     ]  # fmt: skip
     found = {
-        "crossweft": lambda: last_json(run(crossweft)),
-        "crossweft, private buffers": lambda: last_json(run([*crossweft, "--buffers", "private"])),
+        OURS: lambda: last_json(run(crossweft, fine=BENCH)),
+        f"{OURS}, private buffers": lambda: last_json(run([*crossweft, "--buffers", "private"], fine=BENCH)),
     }
     for entry in options.mpi:
         name, _, path = entry.partition("=")
@@ -85,79 +74,6 @@ def contenders(options, folder):
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             found[backend] = lambda c=command, e=environment: last_json(run(c, e))
     return found
-
-
-def human(size):
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size // unit} {name}"
-    return f"{size} B"
-
-
-def microseconds(value):
-    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def ratio(rival, ours, size):
-    return statistics.median(a[size] / b[size] for a, b in zip(rival, ours, strict=True))
-
-
-def table(medians, rounds, sizes):
-    names = list(medians)
-    rivals = [name for name in names if not name.startswith("crossweft")]
-    head = [*names, *(f"{name} / crossweft" for name in rivals)]
-    lines = ["| size | " + " | ".join(head) + " |", "|---:|" + "---:|" * len(head)]
-    for size in sizes:
-        cells = [microseconds(medians[name][size]) for name in names]
-        cells += [f"{ratio(rounds[name], rounds['crossweft'], size):.2f}" for name in rivals]
-        lines.append(f"| {human(size)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def plot(medians, sizes, collective):
-    """Time over size, both logarithmic."""
-    width, height, left, bottom, top, right = 860, 480, 70, 60, 30, 230
-    low = min(min(m.values()) for m in medians.values()) / 1.5
-    high = max(max(m.values()) for m in medians.values()) * 1.5
-
-    def x(size):
-        span = math.log(sizes[-1] / sizes[0]) or 1
-        return left + (width - left - right) * math.log(size / sizes[0]) / span
-
-    def y(value):
-        return height - bottom - (height - bottom - top) * math.log(value / low) / math.log(high / low)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    ]
-    for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
-        value = 10.0**power
-        if low <= value <= high:
-            label = f"{value:g} us"
-            parts.append(
-                f'<line x1="{left}" x2="{width - right}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
-                f'stroke="#ddd"/><text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>'
-            )
-    for size in sizes[:: max(1, len(sizes) // 8)]:
-        parts.append(
-            f'<text x="{x(size):.1f}" y="{height - bottom + 18}" text-anchor="middle">{human(size)}</text>'
-        )
-    for i, (name, values) in enumerate(medians.items()):
-        colour = COLOURS[i % len(COLOURS)]
-        points = " ".join(f"{x(s):.1f},{y(values[s]):.1f}" for s in sizes)
-        stroke = 3 if name == "crossweft" else 1.5
-        row = top + 16 + 20 * i
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>'
-            f'<line x1="{width - right + 14}" x2="{width - right + 38}" y1="{row}" y2="{row}" '
-            f'stroke="{colour}" stroke-width="{stroke}"/>'
-            f'<text x="{width - right + 44}" y="{row + 4}">{name}</text>'
-        )
-    parts.append(
-        f'<text x="{left}" y="{top - 12}">{collective}, f32: median time of the slowest rank</text></svg>'
-    )
-    return "\n".join(parts) + "\n"
 
 
 def processor():
@@ -232,17 +148,11 @@ def main():
                 versions[name] = report.get("version", "")
                 rounds[name].append({row["bytes"]: row for row in report["rows"]})
 
-    if not rounds.get("crossweft"):
+    if not rounds.get(OURS):
         sys.exit("nothing was measured: give --crossweft, build it by `cargo build --release`, and at least one round")
-    sizes = sorted(rounds["crossweft"][0])
-    medians = {
-        name: {s: statistics.median(r[s]["time_us_p50"] for r in results) for s in sizes}
-        for name, results in rounds.items()
-    }
-    each = {
-        name: [{s: r[s]["time_us_p50"] for s in sizes} for r in results]
-        for name, results in rounds.items()
-    }
+    sizes = sorted(rounds[OURS][0])
+    each = {name: [{s: r[s]["time_us_p50"] for s in sizes} for r in results] for name, results in rounds.items()}
+    typical = medians(each)
     record = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "kernel": platform.release()},
@@ -252,7 +162,7 @@ def main():
         "cache_line_one_way_ns": probes,
         "cores_moved_during": moved,
         "versions": versions,
-        "median_of_p50_us": medians,
+        "median_of_p50_us": typical,
         "best_min_us": {
             name: {s: min(r[s]["time_us_min"] for r in results) for s in sizes}
             for name, results in rounds.items()
@@ -262,9 +172,9 @@ def main():
     out = pathlib.Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    text = table(medians, each, sizes)
+    text = table(each, sizes)
     out.with_suffix(".md").write_text(text)
-    out.with_suffix(".svg").write_text(plot(medians, sizes, options.collective))
+    out.with_suffix(".svg").write_text(plot(typical, sizes, f"{options.collective}, f32"))
     print(text)
     return int(any_wrong)
 

@@ -27,17 +27,76 @@ const NCCL: [&str; 2] = ["libcrossweft_nccl.so", "torch_cuda.py"];
 /// What `cargo xtask header` leaves in `target/header`.
 const PTX: &[&str] = &["interop.ptx", "interop.sm_90.ptx", "kernel.ptx"];
 
-/// Builds `target/gpu-bundle`. With `here`, runs it on this machine.
-pub(crate) fn bundle(here: bool) -> Result<(), String> {
-    let bundle = root().join("target/gpu-bundle");
-    let failed = |what: &Path| {
-        let what = what.display().to_string();
-        move |error: std::io::Error| format!("xtask: {what}: {error}")
-    };
-    if bundle.exists() {
-        fs::remove_dir_all(&bundle).map_err(failed(&bundle))?;
+/// What compares, with what it reads; it lies in the bundle as it lies in this tree.
+const COMPARISON: [&str; 4] = [
+    "benches/report.py",
+    "benches/gpu/compare.py",
+    "benches/gpu/torch_rivals.py",
+    "python/tools/deep_ep_tests.py",
+];
+
+/// What is bundled, and whether it is run.
+pub(crate) struct Bundle {
+    here: bool,
+    /// Ranks, of the comparison; without, it is the tests.
+    compare: Option<u32>,
+}
+
+impl Bundle {
+    /// `--here`, and `--compare` with `--ranks N`.
+    pub(crate) fn parse(options: &[&str]) -> Option<Self> {
+        let (mut here, mut compare, mut ranks) = (false, false, None);
+        let mut rest = options.iter();
+        while let Some(option) = rest.next() {
+            match *option {
+                "--here" => here = true,
+                "--compare" => compare = true,
+                "--ranks" => ranks = Some(rest.next()?.parse().ok().filter(|&n: &u32| n > 0)?),
+                _ => return None,
+            }
+        }
+        let compare = match (compare, ranks) {
+            (true, ranks) => Some(ranks.unwrap_or(2)),
+            (false, None) => None,
+            (false, Some(_)) => return None,
+        };
+        Some(Self { here, compare })
     }
-    fs::create_dir_all(&bundle).map_err(failed(&bundle))?;
+
+    /// Builds `target/gpu-bundle` or `target/gpu-compare`, and runs it on this machine if that was asked for.
+    pub(crate) fn build(&self) -> Result<(), String> {
+        let (name, script) = match self.compare {
+            None => ("gpu-bundle", "run.sh"),
+            Some(_) => ("gpu-compare", "compare.sh"),
+        };
+        let bundle = root().join("target").join(name);
+        if bundle.exists() {
+            fs::remove_dir_all(&bundle).map_err(failed(&bundle))?;
+        }
+        fs::create_dir_all(&bundle).map_err(failed(&bundle))?;
+        let (text, options) = match self.compare {
+            None => (suite(&bundle)?, "[FOLDER OF PLANS]"),
+            Some(ranks) => (comparison(&bundle, ranks)?, "[OPTION OF compare.py ...]"),
+        };
+        write(&bundle.join(script), &text)?;
+        eprintln!(
+            "xtask: copy {} to a machine with a GPU and run `bash {script} {options}` in it",
+            bundle.display()
+        );
+        if self.here {
+            let mut command = Command::new("bash");
+            let status = command.arg(script).current_dir(&bundle).status();
+            let status = status.map_err(|error| format!("xtask: bash: {error}"))?;
+            if !status.success() {
+                return Err(format!("xtask: {script} failed; see target/{name}/results"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Fills the bundle of the GPU suite; returns its script.
+fn suite(bundle: &Path) -> Result<String, String> {
     // The kernels in CUDA C++; without its compilers their tests say that they are skipped.
     match crate::header::check() {
         Ok(()) => {}
@@ -46,7 +105,7 @@ pub(crate) fn bundle(here: bool) -> Result<(), String> {
     for ptx in PTX {
         let from = root().join("target/header").join(ptx);
         if from.exists() {
-            fs::copy(&from, bundle.join(ptx)).map_err(failed(&from))?;
+            copy(&from, &bundle.join(ptx))?;
         }
     }
     for &(package, test) in TESTS {
@@ -54,36 +113,68 @@ pub(crate) fn bundle(here: bool) -> Result<(), String> {
         install(&program, &bundle.join(test))?;
     }
     for package in PROGRAMS {
-        let mut build = cargo();
-        run(build.args(["build", "--release", "--package", package]))?;
-        let name = if *package == "crossweft-cli" {
-            "crossweft"
-        } else {
-            package
-        };
-        install(&built().join(name), &bundle.join(name))?;
+        program(package, bundle)?;
     }
+    library(bundle)?;
+    let [_, torch] = NCCL;
+    let from = root().join("crates/crossweft-nccl/tests").join(torch);
+    copy(&from, &bundle.join(torch))?;
+    Ok(SCRIPT.to_owned())
+}
+
+/// Fills the bundle of the comparison; returns its script.
+fn comparison(bundle: &Path, ranks: u32) -> Result<String, String> {
+    program("crossweft-cli", bundle)?;
+    library(bundle)?;
+    for file in COMPARISON {
+        let to = bundle.join(file);
+        let folder = to.parent().unwrap_or(bundle);
+        fs::create_dir_all(folder).map_err(failed(folder))?;
+        copy(&root().join(file), &to)?;
+    }
+    let [library, _] = NCCL;
+    Ok(format!(
+        r#"#!/usr/bin/env bash
+# Compares with what else is on a machine with {ranks} GPUs, and writes results/{ranks}xGPU.json, .md and pictures.
+# usage: bash compare.sh [OPTION OF compare.py ...]
+here=$(cd "$(dirname "$0")" && pwd) || exit 2
+exec python3 "$here/benches/gpu/compare.py" --crossweft "$here/crossweft" --own-library "$here/{library}" \
+    --ranks {ranks} --out "$here/results/{ranks}xGPU" "$@"
+"#
+    ))
+}
+
+fn failed(what: &Path) -> impl FnOnce(std::io::Error) -> String {
+    let what = what.display().to_string();
+    move |error| format!("xtask: {what}: {error}")
+}
+
+fn copy(from: &Path, to: &Path) -> Result<(), String> {
+    fs::copy(from, to).map(drop).map_err(failed(from))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    fs::write(path, text).map_err(failed(path))
+}
+
+/// Builds a package's program into the bundle.
+fn program(package: &str, bundle: &Path) -> Result<(), String> {
+    let mut build = cargo();
+    run(build.args(["build", "--release", "--package", package]))?;
+    let name = if package == "crossweft-cli" {
+        "crossweft"
+    } else {
+        package
+    };
+    install(&built().join(name), &bundle.join(name))
+}
+
+/// Builds NCCL's library into the bundle.
+fn library(bundle: &Path) -> Result<(), String> {
     let mut build = cargo();
     run(build.args(["build", "--release", "--package", "crossweft-nccl"]))?;
-    let [library, torch] = NCCL;
-    install(&built().join(library), &bundle.join(library))?;
-    let from = root().join("crates/crossweft-nccl/tests").join(torch);
-    fs::copy(&from, bundle.join(torch)).map_err(failed(&from))?;
-    let script = bundle.join("run.sh");
-    fs::write(&script, SCRIPT).map_err(failed(&script))?;
-    eprintln!(
-        "xtask: copy {} to a machine with a GPU and run `bash run.sh [FOLDER OF PLANS]` in it",
-        bundle.display()
-    );
-    if here {
-        let mut suite = Command::new("bash");
-        let status = suite.arg("run.sh").current_dir(&bundle).status();
-        let status = status.map_err(|error| format!("xtask: bash: {error}"))?;
-        if !status.success() {
-            return Err("xtask: the GPU suite failed; see target/gpu-bundle/results".to_owned());
-        }
-    }
-    Ok(())
+    let [library, _] = NCCL;
+    install(&built().join(library), &bundle.join(library))
 }
 
 /// Where cargo leaves programs.
@@ -121,7 +212,7 @@ fn test_program(package: &str, test: &str) -> Result<PathBuf, String> {
 
 /// Copies a program without what only debuggers read, if there is `strip`.
 fn install(from: &Path, to: &Path) -> Result<(), String> {
-    fs::copy(from, to).map_err(|error| format!("xtask: {}: {error}", from.display()))?;
+    copy(from, to)?;
     // Without it the bundle is larger, no more.
     let _ = Command::new("strip").arg(to).status();
     Ok(())
@@ -215,6 +306,9 @@ if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1
             # Plans in one piece: a kernel a rank, which a sanitizer runs one at a time, so each in a process.
             step "sanitizer_${tool}_fused" 120 compute-sanitizer --error-exitcode 9 --tool $tool --target-processes all \
                 ./crossweft bench all-reduce --device cuda --ranks 2 --min 1000 --max 2M --factor 40 --iters 3 --timeout 60
+            step "sanitizer_${tool}_moe" 240 compute-sanitizer --error-exitcode 9 --tool $tool --target-processes all \
+                ./crossweft bench moe --device cuda --ranks 2 --tokens 5,40 --hidden 512 --experts 6 --top-k 2 --iters 2 \
+                --layout ll-expert-major,ll-rank-major,ht-flat,ht-expert-major --phase both --timeout 30
         done
     fi
 else
@@ -227,3 +321,36 @@ printf '{"date": "%s", "device": "%s", "driver": "%s", "failures": %d, "steps": 
 echo "$failures failed; results/suite.json"
 [ "$failures" = 0 ]
 "#;
+
+#[cfg(test)]
+mod tests {
+    use super::{Bundle, COMPARISON};
+
+    #[test]
+    fn options_are_what_they_say() {
+        let parse = |options: &[&str]| Bundle::parse(options).map(|b| (b.here, b.compare));
+        assert_eq!(parse(&[]), Some((false, None)));
+        assert_eq!(parse(&["--here"]), Some((true, None)));
+        assert_eq!(parse(&["--compare"]), Some((false, Some(2))));
+        assert_eq!(
+            parse(&["--ranks", "4", "--compare", "--here"]),
+            Some((true, Some(4)))
+        );
+        for wrong in [
+            &["--ranks", "2"][..],
+            &["--compare", "--ranks"],
+            &["--compare", "--ranks", "two"],
+            &["--compare", "--ranks", "0"],
+            &["--plans"],
+        ] {
+            assert_eq!(parse(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn what_compares_is_there() {
+        for file in COMPARISON {
+            assert!(crate::cuda::root().join(file).is_file(), "{file}");
+        }
+    }
+}

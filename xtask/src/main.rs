@@ -29,8 +29,9 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   kernels [MODULE... | --check | --sass]
           compile the GPU kernels to PTX, all or some modules or families of them (plan, exchange...); or check the PTX that is committed, and what the sources
           give for AMD's gfx942; or count the instructions of their machine code, for docs/results
-  gpu [--here]
-          bundle the GPU suite for a machine without Rust, in target/gpu-bundle; or run it here too
+  gpu [--here] [--compare [--ranks N]]
+          bundle the GPU suite for a machine without Rust, in target/gpu-bundle, or the comparison with NCCL and others between N
+          GPUs (2), in target/gpu-compare; or run it here too
   header  compile the CUDA C++ header with its tests and examples, by nvcc and NVRTC
 ";
 
@@ -45,8 +46,10 @@ fn main() -> ExitCode {
         ["kernels", "--check"] => kernels::check(),
         ["kernels", "--sass"] => kernels::table(),
         ["kernels", ref names @ ..] => kernels::build(names),
-        ["gpu"] => gpu::bundle(false),
-        ["gpu", "--here"] => gpu::bundle(true),
+        ["gpu", ref options @ ..] => match gpu::Bundle::parse(options) {
+            Some(bundle) => bundle.build(),
+            None => Err(USAGE.to_owned()),
+        },
         ["header"] => header::check(),
         ["matrix", ref options @ ..] => matrix(options),
         ["conformance", folder] => conformance::run(folder),

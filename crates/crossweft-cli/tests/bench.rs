@@ -484,6 +484,14 @@ fn mistakes_are_exit_code_2_and_one_clear_message() {
         ),
         ("bench all-reduce --graph --eager", "cannot be used with"),
         (
+            "bench all-gather --executor",
+            "--executor is for GPUs: on the cpu every plan is run by it",
+        ),
+        (
+            "bench send-recv --executor",
+            "--executor is for plans; these are sends and receives",
+        ),
+        (
             "bench send-recv --graph",
             "messages are timed one by one, not in graphs",
         ),
@@ -549,6 +557,7 @@ fn help_and_doctor() {
         "--eager",
         "--graph",
         "--device-time",
+        "--executor",
     ] {
         assert!(text(&help.stdout).contains(option), "{option}");
     }

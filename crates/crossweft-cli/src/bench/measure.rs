@@ -122,6 +122,7 @@ fn calls(
             let mut prepare = CollectiveOptions::new(dtype, op, max);
             prepare.pre_multiply = options.scalar().map_err(usage)?;
             prepare.blocks = options.common.blocks;
+            prepare.fused = !options.common.executor;
             prepare.in_place = Some(options.common.in_place);
             if let Memory::Symmetric { input, output } = memory {
                 prepare = prepare.symmetric(input, output);

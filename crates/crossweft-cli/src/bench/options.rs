@@ -55,6 +55,9 @@ pub(crate) struct Common {
     /// Thread blocks of each rank, instead of as many as the selector thinks fit.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) blocks: Option<u32>,
+    /// On GPUs: run every plan by the executor, also those that have a kernel of their own.
+    #[arg(long)]
+    pub(crate) executor: bool,
     /// Pairs of input and output that take turns, so that a call finds none of its own in a cache that holds fewer.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) rotate: u32,
@@ -321,18 +324,22 @@ impl Bench {
     /// Whether these devices can do it.
     pub(crate) fn check_on(&self, devices: &Devices) -> Result<(), String> {
         let option = match self.timing() {
+            _ if !matches!(devices, Devices::Cpu) => return Ok(()),
+            Timing::Both if self.common.executor => {
+                return Err(
+                    "--executor is for GPUs: on the cpu every plan is run by it; leave it out"
+                        .to_owned(),
+                );
+            }
             Timing::Both => return Ok(()),
             Timing::Eager => "--eager",
             Timing::Graph => "--graph",
             Timing::Device => "--device-time",
         };
-        match devices {
-            Devices::Cpu => Err(format!(
-                "{option} is for GPUs: on the cpu there are no graphs, and calls are timed one by one as they are; \
-                 leave it out"
-            )),
-            _ => Ok(()),
-        }
+        Err(format!(
+            "{option} is for GPUs: on the cpu there are no graphs, and calls are timed one by one as they are; \
+             leave it out"
+        ))
     }
 
     /// What cannot be measured in graphs.
@@ -407,12 +414,14 @@ impl Bench {
             in_place,
             algorithm,
             blocks,
+            executor,
             ..
         } = &self.common;
-        match (in_place, algorithm, blocks) {
-            (true, _, _) => Some("--in-place"),
-            (_, Some(_), _) => Some("--algorithm"),
-            (_, _, Some(_)) => Some("--blocks"),
+        match (in_place, algorithm, blocks, executor) {
+            (true, ..) => Some("--in-place"),
+            (_, Some(_), ..) => Some("--algorithm"),
+            (_, _, Some(_), _) => Some("--blocks"),
+            (.., true) => Some("--executor"),
             _ => None,
         }
     }

@@ -168,6 +168,8 @@ pub(crate) struct Header {
     pub(crate) machine: String,
     /// Whether the output is the input.
     pub(crate) in_place: bool,
+    /// Whether the executor ran plans that have a kernel of their own, too.
+    pub(crate) executor: bool,
     /// Pairs of input and output that took turns.
     pub(crate) rotate: u32,
     /// How much later than the others one rank came, in microseconds.
@@ -214,6 +216,7 @@ impl Header {
             started_as: started_as.to_owned(),
             machine: machine.to_owned(),
             in_place: options.common.in_place,
+            executor: options.common.executor,
             rotate: options.common.rotate,
             skew_us: options.common.skew,
             timing: if on_cpu {
@@ -260,6 +263,9 @@ impl Header {
             .root
             .map_or_else(String::new, |root| format!(" (root {root})"));
         let mut notes = String::new();
+        if self.executor {
+            notes.push_str(", by the executor");
+        }
         if self.rotate > 1 {
             let _ = write!(notes, ", {} pairs in turn", self.rotate);
         }

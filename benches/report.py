@@ -1,0 +1,143 @@
+"""What the comparisons in this folder share: running programs, tables and plots."""
+
+import contextlib
+import html
+import json
+import math
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+
+COLOURS = ["#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f", "#e377c2", "#bcbd22"]
+#: With this begin the names of what is not a rival.
+OURS = "crossweft"
+#: How `crossweft bench` ends whose results are not wrong, and whose are.
+BENCH = (0, 1)
+
+
+def run(command, environment=None, limit=600, fine=(0,)):
+    """What a program prints. It is ended, with all that it has started, when its time is over or this one is ended."""
+    started = subprocess.Popen(
+        [str(word) for word in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    name = pathlib.Path(command[0]).name
+    try:
+        printed, said = started.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{name} did not end in {limit} s") from None
+    finally:
+        _end(started)
+    if started.returncode not in fine:
+        # A launcher's own lines come last, and say nothing of why.
+        why = [line.strip() for line in said.splitlines() if "rror: " in line] or [said[-500:].strip()]
+        raise RuntimeError(f"{name} ended with {started.returncode}: {why[0]}")
+    return printed
+
+
+def _end(started):
+    """Ends a program and all that it has left. Torchrun's workers are sessions of their own, which it ends if asked."""
+    if started.poll() is None:
+        started.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.communicate(timeout=20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+
+
+def last_json(text):
+    return json.loads(text[text.index("{") :])
+
+
+def human(size):
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def microseconds(value):
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def medians(rounds):
+    """Name -> size -> median of the rounds; `rounds` is name -> one size -> time for each round."""
+    return {
+        name: {
+            size: statistics.median(each[size] for each in found if size in each)
+            for size in sorted({size for each in found for size in each})
+        }
+        for name, found in rounds.items()
+    }
+
+
+def table(rounds, sizes):
+    """Markdown: times, and how many times ours the rivals take, the median of the rounds' own ratios. "A, variant" is
+    compared with our own variant, and not at all if there is none.
+    """
+    typical = medians(rounds)
+    pairs = {}
+    for name in rounds:
+        _, comma, variant = name.partition(", ")
+        if not name.startswith(OURS) and OURS + comma + variant in rounds:
+            pairs[name] = OURS + comma + variant
+    head = [*rounds, *(f"{rival} / {ours}" for rival, ours in pairs.items())]
+    lines = ["| size | " + " | ".join(head) + " |", "|---:|" + "---:|" * len(head)]
+    for size in sizes:
+        cells = [microseconds(typical[name][size]) if size in typical[name] else "-" for name in rounds]
+        for rival, ours in pairs.items():
+            both = zip(rounds[rival], rounds[ours], strict=True)
+            ratios = [theirs[size] / mine[size] for theirs, mine in both if size in theirs and size in mine]
+            cells.append(f"{statistics.median(ratios):.2f}" if ratios else "-")
+        lines.append(f"| {human(size)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(typical, sizes, title):
+    """Time over size, both logarithmic, as SVG."""
+    width, height, left, bottom, top, right = 930, 480, 70, 60, 30, 300
+    times = [time for of in typical.values() for time in of.values()]
+    low, high = min(times) / 1.5, max(times) * 1.5
+
+    def x(size):
+        span = math.log(sizes[-1] / sizes[0]) or 1
+        return left + (width - left - right) * math.log(size / sizes[0]) / span
+
+    def y(value):
+        return height - bottom - (height - bottom - top) * math.log(value / low) / math.log(high / low)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
+        value = 10.0**power
+        if low <= value <= high:
+            label = f"{value:g} us"
+            parts.append(
+                f'<line x1="{left}" x2="{width - right}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
+                f'stroke="#ddd"/><text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>'
+            )
+    for size in sizes[:: max(1, len(sizes) // 8)]:
+        parts.append(f'<text x="{x(size):.1f}" y="{height - bottom + 18}" text-anchor="middle">{human(size)}</text>')
+    for i, (name, values) in enumerate(typical.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        points = " ".join(f"{x(s):.1f},{y(values[s]):.1f}" for s in sizes if s in values)
+        stroke = 3 if name == OURS else 1.5
+        row = top + 16 + 20 * i
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>'
+            f'<line x1="{width - right + 14}" x2="{width - right + 38}" y1="{row}" y2="{row}" '
+            f'stroke="{colour}" stroke-width="{stroke}"/>'
+            f'<text x="{width - right + 44}" y="{row + 4}">{html.escape(name)}</text>'
+        )
+    parts.append(f'<text x="{left}" y="{top - 12}">{title}: median time of the slowest rank</text></svg>')
+    return "\n".join(parts) + "\n"
