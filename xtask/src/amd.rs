@@ -12,7 +12,7 @@ use std::process::Command;
 
 use crossweft_kernels::{MIN_SM, MODULES, Module};
 
-use crate::cuda::root;
+use crate::cuda::{root, write};
 use crate::kernels::{Compiler, Target, may_spill, side_by_side};
 
 const TRIPLE: &str = "amdgcn-amd-amdhsa";
@@ -164,10 +164,6 @@ fn runs_as_linker(program: &Path) -> bool {
         .args(["-flavor", "gnu", "--version"])
         .output();
     asked.is_ok_and(|output| output.status.success())
-}
-
-fn write(path: &Path, text: &str) -> Result<(), String> {
-    fs::write(path, text).map_err(|e| format!("xtask: {}: {e}", path.display()))
 }
 
 fn run(command: &mut Command) -> Result<(), String> {

@@ -77,6 +77,11 @@ pub(crate) fn run(command: &mut Command) -> Result<Output, String> {
     ))
 }
 
+/// Writes a file.
+pub(crate) fn write(path: &Path, text: &str) -> Result<(), String> {
+    fs::write(path, text).map_err(|e| format!("xtask: {}: {e}", path.display()))
+}
+
 /// All that a command printed.
 pub(crate) fn printed(output: &Output) -> String {
     let text = |bytes| String::from_utf8_lossy(bytes).trim().to_owned();

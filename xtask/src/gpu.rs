@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::cuda::{printed, root, run};
+use crate::cuda::{printed, root, run, write};
 
 /// Packages and tests that have something to do on a GPU; each is skipped, and says so, without one.
 const TESTS: &[(&str, &str)] = &[
@@ -151,10 +151,6 @@ fn failed(what: &Path) -> impl FnOnce(std::io::Error) -> String {
 
 fn copy(from: &Path, to: &Path) -> Result<(), String> {
     fs::copy(from, to).map(drop).map_err(failed(from))
-}
-
-fn write(path: &Path, text: &str) -> Result<(), String> {
-    fs::write(path, text).map_err(failed(path))
 }
 
 /// Builds a package's program into the bundle.

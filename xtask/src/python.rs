@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
+use crate::cuda::write;
+
 /// What tests need beside the package; it needs nothing itself.
 const TEST_TOOLS: [&str; 4] = ["pytest>=8,<10", "numpy", "mypy>=1.15,<3", "ruff>=0.12,<1"];
 const BUILD_TOOLS: [&str; 1] = ["maturin>=1.9,<2"];
@@ -196,8 +198,7 @@ impl Environment {
 
     /// Notes what has been installed: last, so that an installation which was interrupted is not taken for one.
     fn note(&self, name: &str, list: &str) -> Result<(), String> {
-        let file = self.0.join(name);
-        fs::write(&file, list).map_err(|e| format!("xtask: {}: {e}", file.display()))
+        write(&self.0.join(name), list)
     }
 
     fn fresh(folder: &Path) -> Result<Self, String> {

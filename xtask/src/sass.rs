@@ -2,7 +2,6 @@
 //! a table of what it has.
 
 use std::fmt::Write as _;
-use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -79,8 +78,7 @@ pub(crate) fn write() -> Result<(), String> {
             loads[0], loads[1], stores[0], stores[1]
         );
     }
-    let path = root().join(TABLE);
-    fs::write(&path, text).map_err(|e| format!("xtask: {}: {e}", path.display()))?;
+    cuda::write(&root().join(TABLE), &text)?;
     eprintln!("xtask: {TABLE}");
     Ok(())
 }
