@@ -299,9 +299,10 @@ if ./crossweft bench all-reduce --device cuda --threads --max 8 > /dev/null 2>&1
             # Bulk copies and lines: kernels that wait for nobody.
             step "sanitizer_${tool}_channels" 300 compute-sanitizer --error-exitcode 9 --tool $tool ./channels_cuda alone \
                 --test-threads 1
-            # Plans in one piece: a kernel a rank, which a sanitizer runs one at a time, so each in a process.
+            # Plans in one piece: a kernel a rank, which a sanitizer runs one at a time, so each in a process. In no graphs: two
+            # processes that share a GPU take turns on it, milliseconds each, and a graph has a hundred calls.
             step "sanitizer_${tool}_fused" 120 compute-sanitizer --error-exitcode 9 --tool $tool --target-processes all \
-                ./crossweft bench all-reduce --device cuda --ranks 2 --min 1000 --max 2M --factor 40 --iters 3 --timeout 60
+                ./crossweft bench all-reduce --device cuda --ranks 2 --min 1000 --max 2M --factor 40 --iters 3 --eager --timeout 60
             step "sanitizer_${tool}_moe" 240 compute-sanitizer --error-exitcode 9 --tool $tool --target-processes all \
                 ./crossweft bench moe --device cuda --ranks 2 --tokens 5,40 --hidden 512 --experts 6 --top-k 2 --iters 2 \
                 --layout ll-expert-major,ll-rank-major,ht-flat,ht-expert-major --phase both --timeout 30

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use crate::common::{crossweft, text};
+use crate::interrupts;
 
 /// `crossweft bench` in the middle of its work, which would take minutes, and its ranks' processes.
 fn running(arguments: &str) -> (Child, Vec<Pid>) {
@@ -27,19 +28,6 @@ fn running(arguments: &str) -> (Child, Vec<Pid>) {
     let ranks = ranks_of(child.id());
     assert_eq!(ranks.len(), 3);
     (child, ranks)
-}
-
-/// Whether these tests were started with SIGINT ignored, as shells do in the background: then so
-/// were the commands, and an interrupt rightly does nothing.
-pub(crate) fn interrupts_are_ignored() -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = u64::from_str_radix(ignored.unwrap().trim(), 16).unwrap();
-    let is_ignored = mask >> (Signal::INT.as_raw() - 1) & 1 == 1;
-    if is_ignored {
-        eprintln!("skipped: SIGINT is ignored here");
-    }
-    is_ignored
 }
 
 /// The processes that `parent` has started, in rank order.
@@ -82,7 +70,7 @@ fn assert_gone(ranks: &[Pid]) {
 
 #[test]
 fn ctrl_c_ends_the_command_and_all_ranks() {
-    if interrupts_are_ignored() {
+    if interrupts::are_ignored() {
         return;
     }
     let (child, ranks) = running("");
@@ -95,7 +83,7 @@ fn ctrl_c_ends_the_command_and_all_ranks() {
 
 #[test]
 fn an_interrupted_command_takes_its_ranks_with_it() {
-    if interrupts_are_ignored() {
+    if interrupts::are_ignored() {
         return;
     }
     let (child, ranks) = running("");
@@ -107,7 +95,7 @@ fn an_interrupted_command_takes_its_ranks_with_it() {
 
 #[test]
 fn an_interrupted_rank_is_named_by_the_command_and_the_survivors() {
-    if interrupts_are_ignored() {
+    if interrupts::are_ignored() {
         return;
     }
     let (child, ranks) = running("");

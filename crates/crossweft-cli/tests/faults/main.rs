@@ -9,6 +9,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod hostile;
+#[path = "../common/interrupts.rs"]
+mod interrupts;
 mod launcher;
 mod rank;
 
@@ -343,7 +345,7 @@ fn every_fault_in_every_phase() {
     let only = std::env::var("FAULTS_ONLY").unwrap_or_default();
     let mut cells = cells();
     cells.retain(|cell| format!("{:?} {:?}", cell.fault, cell.phase).contains(&only));
-    if launcher::interrupts_are_ignored() {
+    if interrupts::are_ignored() {
         cells.retain(|cell| cell.fault != Fault::Interrupt);
     }
     let files = shared_memory_files();

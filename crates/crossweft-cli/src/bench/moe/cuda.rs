@@ -12,9 +12,11 @@ use super::measure::{group, lift, phase_bytes, say};
 use super::options::{Moe, Name, Phase};
 use super::report::Row;
 
-/// Calls of a graph that move so many bytes: many small ones, because beginning a graph takes some microseconds.
-const fn calls(bytes: u64) -> u32 {
-    if bytes < 1 << 24 { 100 } else { 10 }
+/// Calls of a graph that move so many bytes: many small ones, because beginning a graph takes some microseconds. No more than
+/// are to be timed.
+fn calls(bytes: u64, timed: usize) -> u32 {
+    let usual = if bytes < 1 << 24 { 100 } else { 10 };
+    usual.min(timed).max(1) as u32
 }
 
 /// Replays before those that count.
@@ -54,9 +56,10 @@ pub(super) fn size(
             Phase::Combine => Recorded::Combine,
             Phase::Both => Recorded::Both,
         };
-        let calls = calls(bytes);
+        let timed = options.iterations(bytes);
+        let calls = calls(bytes, timed);
         let recorded = pass.record(what, calls).map_err(lift)?;
-        let replays = options.iterations(bytes).div_ceil(calls as usize).max(5);
+        let replays = timed.div_ceil(calls as usize).max(5);
         let mut times = Vec::with_capacity(replays);
         for replay in 0..WARM_UP + replays {
             communicator.barrier()?;
