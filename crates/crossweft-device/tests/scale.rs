@@ -157,7 +157,18 @@ fn gpu_gives_the_host_s_bits<E: GpuElement>(dtype: DataType) {
     let size = dtype.size();
     for elements in [0, 1, 15, 64, 257] {
         let data = noise(elements * size);
-        for (from, to) in [(0, 0), (16, 0), (size, 0), (0, size), (3 * size, 5 * size)] {
+        let places = [
+            (0, 0),
+            (16, 0),
+            (size, 0),
+            (0, size),
+            (3 * size, 5 * size),
+            // No element lies aligned.
+            (1, 0),
+            (0, 3),
+            (1, 1),
+        ];
+        for (from, to) in places {
             for scalar in [1.0, 3.0, 2.0] {
                 let bits = element_bits(dtype, scalar).unwrap();
                 let expected = on_host(dtype, &data, bits);
@@ -166,7 +177,7 @@ fn gpu_gives_the_host_s_bits<E: GpuElement>(dtype: DataType) {
                 let factor: E = unsafe { std::mem::transmute_copy(&bits) };
                 for thread in 0..7 {
                     let (dst, src) = (dst.addr(), src.addr());
-                    // SAFETY: both have `data.len()` bytes at addresses that are aligned to an element.
+                    // SAFETY: both have `data.len()` bytes.
                     unsafe { scale((thread, 7), dst, src, data.len() as u64, factor) };
                 }
                 assert_eq!(

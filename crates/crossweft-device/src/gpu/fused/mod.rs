@@ -276,7 +276,7 @@ unsafe fn store<B: Block>(addr: u64, piece: Piece, left: u64) {
     clippy::extra_unused_type_parameters,
     reason = "compiled with the kernel that calls it"
 )]
-pub(in crate::gpu) unsafe fn load_part<B: Block>(addr: u64, left: u64) -> u128 {
+pub(in crate::gpu) unsafe fn load_part<B>(addr: u64, left: u64) -> u128 {
     let (mut all, mut k) = (0, left);
     while k > 0 {
         k -= 1;
@@ -294,7 +294,7 @@ pub(in crate::gpu) unsafe fn load_part<B: Block>(addr: u64, left: u64) -> u128 {
     clippy::extra_unused_type_parameters,
     reason = "compiled with the kernel that calls it"
 )]
-pub(in crate::gpu) unsafe fn store_part<B: Block>(addr: u64, low: u64, high: u64, left: u64) {
+pub(in crate::gpu) unsafe fn store_part<B>(addr: u64, low: u64, high: u64, left: u64) {
     let (mut all, mut k) = (u128::from(high) << 64 | u128::from(low), 0);
     while k < left {
         // SAFETY: the caller's promise.
