@@ -8,6 +8,7 @@ use crossweft_device::gpu::GpuContext;
 use crossweft_device::{Site, Stopped, WaitKind, Waiting};
 use crossweft_hal::cpu::Interrupted;
 use crossweft_hal::cuda::{Context, CudaError, PinnedMemory, Stream};
+use crossweft_net::LONGEST_TIMEOUT;
 
 use crate::{ChannelError, Endpoint, Guard};
 
@@ -112,7 +113,7 @@ impl KernelGuard {
     ) -> Result<(), CudaError> {
         // The kernel ends itself at its limit; only one that cannot even begin outlasts that.
         let start = Instant::now();
-        let deadline = start + limit + BEGIN_LIMIT;
+        let deadline = start + limit.min(LONGEST_TIMEOUT) + BEGIN_LIMIT;
         loop {
             let look_again = Instant::now() + LOOK;
             match stream.synchronize(look_again.min(deadline)) {

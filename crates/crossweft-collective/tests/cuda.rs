@@ -405,6 +405,54 @@ fn private_memory_and_host_memory() {
     });
 }
 
+/// Where no element lies aligned, as C's callers may have it; a kernel that faults would lose the context.
+#[test]
+fn pre_multiplied_sums_of_unaligned_buffers() {
+    let device = device!();
+    on(&device, 2, |communicator| {
+        let scalar = Scalar::new(DataType::F32, 2.0).unwrap();
+        let options = AllReduceOptions::new(DataType::F32, ReduceOp::Sum, 1 << 20);
+        let all_reduce = communicator.all_reduce(options.pre_multiplied(scalar))?;
+        let memory = communicator.device().allocate(2 << 20)?;
+        for (from, to) in [(2, 1 << 20), (0, (1 << 20) + 1), (3, 3)] {
+            for bytes in [4_u64, 60, 100_000] {
+                memory.write(from, &1.5_f32.to_le_bytes().repeat(bytes as usize / 4))?;
+                all_reduce.run_at((&memory, from), (&memory, to), bytes)?;
+                let mut seen = vec![0; bytes as usize];
+                memory.read(to, &mut seen)?;
+                let expected = 6_f32.to_le_bytes().repeat(bytes as usize / 4);
+                assert!(seen == expected, "{bytes} bytes from {from} to {to}");
+            }
+        }
+        communicator.barrier()
+    });
+}
+
+/// What a replay uses is freed behind it, with the plan, while the other rank has yet to begin.
+#[test]
+fn a_replay_that_is_dropped_is_waited_for() {
+    let device = device!();
+    on(&device, 2, |communicator| {
+        for round in 0..3 {
+            let (all_reduce, buffer) = doubling(communicator, 1 << 20, Algorithm::TwoShot, 8)?;
+            let graph = all_reduce.record_symmetric(&[(0, 0)], 1 << 20, 9)?;
+            buffer.write(0, &[1_u32.to_le_bytes(); 1024].concat())?;
+            communicator.barrier()?;
+            if communicator.rank() == 1 {
+                std::thread::sleep(Duration::from_millis(300));
+            }
+            drop(graph.start()?);
+            let mut words = vec![0; 4096];
+            buffer.read(0, &mut words)?;
+            let expected = [1024_u32.to_le_bytes(); 1024].concat();
+            assert!(words == expected, "round {round}");
+            drop((graph, all_reduce));
+            communicator.barrier()?;
+        }
+        Ok(())
+    });
+}
+
 /// Ranks of one device in one grid: what sanitizers run.
 #[test]
 fn together_in_one_cooperative_grid() {

@@ -976,6 +976,69 @@ fn a_wait_for_a_rank_that_does_not_signal_ends_and_names_it() {
     );
 }
 
+/// The host has launched as many groups as it can ahead of the first, which nobody answers, and one more.
+#[test]
+fn what_failed_is_named_and_not_what_is_launched_next() {
+    let device = device!();
+    let errors = on(&device, (2, 3), |communicator| {
+        let (stream, arena, exchange) = prepared(communicator, &tiny())?;
+        if communicator.rank() == 1 {
+            std::thread::sleep(Duration::from_secs(7));
+            return Ok(String::new());
+        }
+        let (to, small) = (arena.place(64, 0)?, arena.place(8, 0)?);
+        let mut group = exchange.group();
+        group
+            .recv_region(1, DataType::F32, to.region())
+            .run_on(&stream)?;
+        loop {
+            let mut group = exchange.group();
+            let sent = group
+                .send_region(0, DataType::U8, small.region())
+                .recv_region(0, DataType::U8, small.region())
+                .run_on(&stream);
+            if let Err(error) = sent {
+                stream.synchronize(Instant::now() + LIMIT).unwrap();
+                return Ok(error.to_string());
+            }
+        }
+    });
+    assert_words(
+        &errors[0],
+        &["receive 0 of the group, 64 bytes of f32 from rank 1"],
+    );
+}
+
+/// As a garbage collector may, in the middle of somebody's capture.
+#[test]
+fn exchanges_and_signals_may_be_dropped_while_a_stream_is_captured() {
+    let device = device!();
+    on(&device, (2, 20), |communicator| {
+        let captured = stream(communicator);
+        let (stream, arena, exchange) = usual(communicator)?;
+        let one_sided = communicator.one_sided()?;
+        let peer = 1 - communicator.rank();
+        let from = arena.holding(&[communicator.rank() as u8; 4096], 0)?;
+        let to = arena.place(4096, 0)?;
+        if communicator.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        let mut group = exchange.group();
+        group
+            .send_region(peer, DataType::U8, from.region())
+            .recv_region(peer, DataType::U8, to.region())
+            .run_on(&stream)?;
+        one_sided.signal_on(&stream, peer)?;
+        one_sided.wait_on(&stream, peer, 1)?;
+        let capture = captured.begin_capture().unwrap();
+        drop((exchange, one_sided));
+        // The capture is whole, and what was launched has ended.
+        capture.end().unwrap();
+        assert_eq!(to.read()?, [peer as u8; 4096]);
+        communicator.barrier()
+    });
+}
+
 /// What rank `rank` holds at bytes `range` of its memory.
 fn held(rank: u32, range: std::ops::Range<u64>) -> Vec<u8> {
     range

@@ -12,6 +12,7 @@ use crossweft_hal::cpu::Interrupted;
 use crossweft_hal::cuda::{Argument, Context, CudaError, Event, GraphExec, Kernel, Shape, Stream};
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::{MAX_OPERANDS, MAX_THREADS, OneShot, PlanLaunch};
+use crossweft_net::LONGEST_TIMEOUT;
 
 use crate::ExecutorError;
 use crate::fused::{Fused, Parameter};
@@ -264,19 +265,26 @@ impl CudaLauncher {
             }
             self.wait(stream, *limit, failed)
         };
-        match context.driver().aside_from_captures(wait).flatten() {
-            // Of a lost context nothing runs any more.
-            Ok(()) | Err(CudaError::ContextLost { .. }) => {
-                *last = None;
-                Ok(())
-            }
-            Err(error) => Err(error),
-        }
+        ended(context, wait)?;
+        *last = None;
+        Ok(())
     }
 
     /// What ended a kernel's wait, if one was ended since the plan was prepared.
     pub(crate) fn interrupted(&self) -> Option<Interrupted> {
         self.guard.interrupted()
+    }
+}
+
+/// Waits for launches whose memory is to be freed, also while somebody captures, which they have nothing to do with.
+pub(crate) fn ended(
+    context: &Context,
+    wait: impl FnOnce() -> Result<(), CudaError>,
+) -> Result<(), CudaError> {
+    match context.driver().aside_from_captures(wait).flatten() {
+        // Of a lost context nothing runs any more.
+        Err(CudaError::ContextLost { .. }) => Ok(()),
+        waited => waited,
     }
 }
 
@@ -319,7 +327,7 @@ impl Replays {
         end.record_in_graph(&stream)?;
         let graph = capture.end()?.instantiate()?;
         graph.upload(&stream)?;
-        stream.synchronize(Instant::now() + limit)?;
+        stream.synchronize(Instant::now() + limit.min(LONGEST_TIMEOUT))?;
         Ok(Self {
             context: Arc::clone(context),
             graph,
@@ -368,15 +376,18 @@ pub struct Recorded {
     replays: Replays,
     /// Launches of a call.
     launches: u32,
+    /// How long each may take.
+    limit: Duration,
     /// Private memory, kept for the launches.
-    _memory: Option<[Arc<Memory>; 2]>,
+    memory: Option<[Arc<Memory>; 2]>,
 }
 
-/// A replay that has been started.
+/// A replay that has been started. To drop it is to wait for its end: it uses what is freed next.
 #[derive(Debug)]
 pub struct Replay<'a> {
     recorded: &'a Recorded,
-    stream: Stream,
+    /// None when it has been waited for.
+    stream: Option<Stream>,
 }
 
 impl Prepared {
@@ -451,7 +462,8 @@ impl Prepared {
             plan: Arc::clone(self),
             replays: replays.map_err(|error: CudaError| self.device(error))?,
             launches: first.len() as u32,
-            _memory: memory,
+            limit,
+            memory,
         })
     }
 
@@ -486,7 +498,7 @@ impl Recorded {
         });
         Ok(Replay {
             recorded: self,
-            stream: started.map_err(|error| self.plan.device(error))?,
+            stream: Some(started.map_err(|error| self.plan.device(error))?),
         })
     }
 }
@@ -499,8 +511,11 @@ impl Replay<'_> {
     pub fn again(&mut self) -> Result<(), ExecutorError> {
         let Recorded { plan, replays, .. } = self.recorded;
         plan.check_whole()?;
+        let Some(stream) = &self.stream else {
+            return Err(plan.usage("the replay has ended".to_owned()));
+        };
         // SAFETY: as in `Recorded::start`.
-        let started = plan.with_launcher(|_| unsafe { replays.again(&self.stream) });
+        let started = plan.with_launcher(|_| unsafe { replays.again(stream) });
         started.map_err(|error| plan.device(error))
     }
 
@@ -508,24 +523,50 @@ impl Replay<'_> {
     ///
     /// # Errors
     /// [`ExecutorError::Interrupted`] if a wait on the device was ended; [`ExecutorError::Device`].
-    pub fn finish(self, limit: Duration) -> Result<Duration, ExecutorError> {
+    pub fn finish(mut self, limit: Duration) -> Result<Duration, ExecutorError> {
+        self.end(limit)?;
+        let Recorded { plan, replays, .. } = self.recorded;
+        plan.check()?;
+        replays.time().map_err(|error| plan.device(error))
+    }
+
+    fn end(&mut self, limit: Duration) -> Result<(), ExecutorError> {
+        let Some(stream) = self.stream.take() else {
+            return Ok(());
+        };
         let Recorded {
             plan,
             replays,
             launches,
+            memory,
             ..
         } = self.recorded;
-        plan.wait_for(&self.stream, replays.limit(limit, *launches))?;
-        plan.check()?;
-        replays.time().map_err(|error| plan.device(error))
+        let ended = plan.wait_for(stream, replays.limit(limit, *launches));
+        // The plan keeps its own.
+        ended.inspect_err(|_| std::mem::forget(memory.clone()))
+    }
+}
+
+impl Drop for Replay<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.end(self.recorded.limit) {
+            tracing::warn!(%error, "a replay was dropped that does not end");
+        }
     }
 }
 
 impl Prepared {
-    /// Waits until a stream with launches of this plan among others has come to its end.
-    pub(crate) fn wait_for(&self, stream: &Stream, limit: Duration) -> Result<(), ExecutorError> {
+    /// Waits until a stream with launches of this plan among others has come to its end; one that does not is kept for when the
+    /// plan is dropped.
+    pub(crate) fn wait_for(&self, stream: Stream, limit: Duration) -> Result<(), ExecutorError> {
         let failed = || self.endpoint.group().liveness().stopped();
-        let waited = self.with_launcher(|launcher| launcher.wait(stream, limit, failed));
+        let waited = self.with_launcher(|launcher| {
+            let waited = launcher.wait(&stream, limit, failed);
+            if waited.is_err() {
+                launcher.give_up(stream, limit);
+            }
+            waited
+        });
         waited.map_err(|error| self.device(error))
     }
 }

@@ -27,6 +27,7 @@ use crossweft_device::{DataType, Raw, ReduceOp, Stopped, WaitKind};
 use crossweft_hal::cpu::{Grid, Interrupted, Schedule, reducer};
 use crossweft_hal::{Device, HalError, Memory, cuda as hal};
 use crossweft_kernels::{MAX_OPERANDS, Message};
+use crossweft_net::LONGEST_TIMEOUT;
 use smallvec::SmallVec;
 
 use crate::turn::Turn;
@@ -692,16 +693,35 @@ impl<'a> Messages<'a> {
 pub struct Exchange {
     endpoint: Arc<Endpoint>,
     program: Program,
-    // First of what launches use: it waits for them when it is dropped.
     machine: Machine,
     /// Whether receivers had better copy large messages themselves: on CPUs, and where all share a GPU.
     reads_well: bool,
     poisoned: AtomicBool,
     limit: Duration,
     memories: Vec<Arc<RegisteredMemory>>,
-    // What the program points to.
-    _image: Image,
+    /// What the program points to; none when it is dropped.
+    image: Option<Image>,
     rings: Arc<RegisteredMemory>,
+}
+
+impl Drop for Exchange {
+    /// Waits for launches that nobody else may have waited for: memory is unmapped under kernels that use it, which ends the
+    /// context.
+    fn drop(&mut self) {
+        let Machine::Cuda(launcher) = &self.machine else {
+            return;
+        };
+        if let Err(error) = launcher.finish() {
+            tracing::warn!(%error, "an exchange was dropped while its launches run");
+            // With it the context stays.
+            std::mem::forget((
+                Arc::clone(launcher),
+                Arc::clone(&self.rings),
+                self.memories.clone(),
+                self.image.take(),
+            ));
+        }
+    }
 }
 
 /// Says why a GPU cannot reduce what so many ranks have, if it cannot: a thread block has one table of operands.
@@ -719,7 +739,7 @@ fn check_operands(ranks: u32) -> Result<(), String> {
 #[derive(Debug)]
 enum Machine {
     Cpu(Turn<(Grid, Layout)>),
-    Cuda(Box<Launcher>),
+    Cuda(Arc<Launcher>),
 }
 
 impl Exchange {
@@ -744,6 +764,7 @@ impl Exchange {
             reduces,
             limit,
         } = options;
+        let limit = limit.min(LONGEST_TIMEOUT);
         let (rank, ranks) = (endpoint.rank(), endpoint.world_size());
         // By what all ranks call them: a message names the memory that it lies in by its place in this list.
         let named = memories
@@ -846,7 +867,7 @@ impl Exchange {
                     let launcher = Launcher::new(context, layout, share, &reduces, limit)
                         .map_err(HalError::from)?;
                     let stream = launcher.stream().map_err(HalError::from)?;
-                    (Machine::Cuda(Box::new(launcher)), Some(stream))
+                    (Machine::Cuda(Arc::new(launcher)), Some(stream))
                 }
                 _ => {
                     let grid = Grid::new(1, Schedule::default())?;
@@ -882,7 +903,7 @@ impl Exchange {
             poisoned: AtomicBool::new(false),
             limit,
             memories,
-            _image: image,
+            image: Some(image),
             rings,
         }))
     }
@@ -1031,6 +1052,7 @@ impl Exchange {
         let table = launcher.lay_out(&mut desk, stream, requests)?;
         // What used the table before has ended, so what became of it is known; the words are still there.
         self.check_on(launcher, Some(&desk))?;
+        Launcher::name(&mut desk, table, requests);
         let mut program = self.program;
         if let Some((dtype, _)) = reduction {
             program.element = dtype.size() as u32;

@@ -15,6 +15,7 @@ use crossweft_hal::cuda::{Argument, Context, CudaError, Kernel, Shape, Stream};
 use crossweft_hal::{Device, HalError, Memory};
 use crossweft_kernels::norm::{entries, threads_of};
 use crossweft_kernels::{Module, Norm, OneShotNorm, Quantisation, norm_module};
+use crossweft_net::LONGEST_TIMEOUT;
 use crossweft_plan::Plan;
 
 use crate::ExecutorError;
@@ -380,7 +381,8 @@ impl TokenNorm {
         let stream = Stream::new(self.kernel.context()).map_err(device)?;
         // SAFETY: as above.
         unsafe { self.launch(&stream, &norm) }.map_err(device)?;
-        stream.synchronize(Instant::now() + limit).map_err(device)
+        let deadline = Instant::now() + limit.min(LONGEST_TIMEOUT);
+        stream.synchronize(deadline).map_err(device)
     }
 
     /// Records `calls` calls of [`run_at`](Self::run_at) into a CUDA graph.
@@ -409,6 +411,7 @@ impl TokenNorm {
             norm: self,
             plan: way.plan(),
             launches: self.launches(behind, count),
+            limit,
             replays,
         })
     }
@@ -505,14 +508,17 @@ pub struct RecordedNorm<'a> {
     plan: &'a Prepared,
     /// Launches of a call, at most.
     launches: u32,
+    /// How long each may take.
+    limit: Duration,
     replays: Replays,
 }
 
-/// A replay of those that has been started.
+/// A replay of those that has been started. To drop it is to wait for its end: it uses what is freed next.
 #[derive(Debug)]
 pub struct ReplayNorm<'a> {
     recorded: &'a RecordedNorm<'a>,
-    stream: Stream,
+    /// None when it has been waited for.
+    stream: Option<Stream>,
 }
 
 /// What goes wrong while calls are recorded.
@@ -538,7 +544,7 @@ impl RecordedNorm<'_> {
         let started = unsafe { self.replays.start() };
         Ok(ReplayNorm {
             recorded: self,
-            stream: started.map_err(|error| self.plan.device(error))?,
+            stream: Some(started.map_err(|error| self.plan.device(error))?),
         })
     }
 }
@@ -548,17 +554,38 @@ impl ReplayNorm<'_> {
     ///
     /// # Errors
     /// [`ExecutorError::Interrupted`] if a wait on the device was ended; [`ExecutorError::Device`].
-    pub fn finish(self, limit: Duration) -> Result<Duration, ExecutorError> {
+    pub fn finish(mut self, limit: Duration) -> Result<Duration, ExecutorError> {
+        self.end(limit)?;
         let RecordedNorm {
             norm,
             plan,
-            launches,
-            ref replays,
-        } = *self.recorded;
-        plan.wait_for(&self.stream, replays.limit(limit, launches))?;
+            replays,
+            ..
+        } = self.recorded;
         norm.check()?;
         plan.check()?;
         replays.time().map_err(|error| plan.device(error))
+    }
+
+    fn end(&mut self, limit: Duration) -> Result<(), ExecutorError> {
+        let Some(stream) = self.stream.take() else {
+            return Ok(());
+        };
+        let RecordedNorm {
+            plan,
+            replays,
+            launches,
+            ..
+        } = self.recorded;
+        plan.wait_for(stream, replays.limit(limit, *launches))
+    }
+}
+
+impl Drop for ReplayNorm<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.end(self.recorded.limit) {
+            tracing::warn!(%error, "a replay was dropped that does not end");
+        }
     }
 }
 

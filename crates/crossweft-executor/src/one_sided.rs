@@ -22,7 +22,9 @@ use crossweft_hal::cuda::{
 };
 use crossweft_hal::{Device, HalError};
 use crossweft_kernels::{MAX_REGISTERS, SignalLaunch, signal_module};
+use crossweft_net::LONGEST_TIMEOUT;
 
+use crate::cuda::ended;
 use crate::exchange::{ExchangeError, Region};
 use crate::turn::Turn;
 
@@ -33,16 +35,15 @@ const END_GRACE: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub struct OneSided {
     endpoint: Arc<Endpoint>,
-    // First of what launches use: it waits for them when it is dropped.
     machine: Machine,
-    semaphores: SemaphorePool,
+    semaphores: Arc<SemaphorePool>,
     limit: Duration,
 }
 
 #[derive(Debug)]
 enum Machine {
     Cpu(Turn<Grid>),
-    Cuda(Box<Launcher>),
+    Cuda(Arc<Launcher>),
 }
 
 /// What signals and waits on a GPU.
@@ -86,7 +87,7 @@ impl OneSided {
         limit: Duration,
         deadline: Instant,
     ) -> Result<Self, ExchangeError> {
-        let what = "preparing signals";
+        let (what, limit) = ("preparing signals", limit.min(LONGEST_TIMEOUT));
         let peers: Vec<u32> = (0..endpoint.world_size()).collect();
         let semaphores = SemaphorePool::new(endpoint, &peers, deadline)?;
         let rank = endpoint.rank();
@@ -98,7 +99,7 @@ impl OneSided {
             // Waits of the host borrow a stream; each rank holds one until all have come, as for plans.
             Device::Cuda(context) => Launcher::new(context, limit)
                 .and_then(|launcher| Ok((Stream::new(context)?, launcher)))
-                .map(|(stream, launcher)| (Machine::Cuda(Box::new(launcher)), Some(stream)))
+                .map(|(stream, launcher)| (Machine::Cuda(Arc::new(launcher)), Some(stream)))
                 .map_err(HalError::from),
             _ => {
                 Grid::new(1, Schedule::default()).map(|grid| (Machine::Cpu(Turn::new(grid)), None))
@@ -109,7 +110,7 @@ impl OneSided {
         Ok(Self {
             endpoint: Arc::clone(endpoint),
             machine,
-            semaphores,
+            semaphores: Arc::new(semaphores),
             limit,
         })
     }
@@ -438,17 +439,28 @@ impl Used {
     }
 }
 
-impl Drop for Launcher {
-    fn drop(&mut self) {
+impl Launcher {
+    /// Blocks until all that was submitted has ended, and no longer than it can take.
+    fn finish(&self) -> Result<(), CudaError> {
         let Some(used) = self.used.take(END_GRACE) else {
+            return Ok(());
+        };
+        let deadline = Instant::now() + self.limit + END_GRACE;
+        let wait = || (used.streams.iter()).try_for_each(|used| used.end.synchronize(deadline));
+        ended(&self.context, wait)
+    }
+}
+
+impl Drop for OneSided {
+    /// Waits for what nobody else may have waited for: memory is unmapped under kernels that use it, which ends the context.
+    fn drop(&mut self) {
+        let Machine::Cuda(launcher) = &self.machine else {
             return;
         };
-        // What they use is freed next.
-        let deadline = Instant::now() + self.limit + END_GRACE;
-        for used in &used.streams {
-            if let Err(error) = used.end.synchronize(deadline) {
-                tracing::warn!(%error, "signals were dropped while a wait for them runs");
-            }
+        if let Err(error) = launcher.finish() {
+            tracing::warn!(%error, "signals were dropped while a wait for them runs");
+            // With it the context stays.
+            std::mem::forget((Arc::clone(launcher), Arc::clone(&self.semaphores)));
         }
     }
 }

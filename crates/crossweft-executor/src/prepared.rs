@@ -686,7 +686,13 @@ impl Prepared {
     /// Whether `memory` is of the device that the plan runs on.
     pub(crate) fn check_device(&self, what: &str, memory: &Memory) -> Result<(), ExecutorError> {
         match (self.endpoint.device(), memory) {
-            (Device::Cpu, Memory::Cpu(_)) | (Device::Cuda(_), Memory::Cuda(_)) => Ok(()),
+            (Device::Cpu, Memory::Cpu(_)) => Ok(()),
+            // Another GPU's faults under a kernel, which would lose the context.
+            (Device::Cuda(context), Memory::Cuda(memory))
+                if memory.context().ordinal() == context.ordinal() =>
+            {
+                Ok(())
+            }
             (device, _) => Err(self.usage(format!(
                 "the {what} is not memory of the device that the plan is on, {}",
                 device.name()

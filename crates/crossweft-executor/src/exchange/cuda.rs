@@ -20,6 +20,7 @@ use crossweft_kernels::{
 
 use super::layout::Layout;
 use super::{ExchangeError, INLINE, Request, call_words};
+use crate::cuda::ended;
 use crate::turn::{Taken, Turn};
 
 /// Thread blocks of a launch of chains, at most.
@@ -223,6 +224,21 @@ impl Launcher {
         self.guard.abort();
     }
 
+    /// Blocks until the last launch has ended, and no longer than launches can take.
+    pub(super) fn finish(&self) -> Result<(), CudaError> {
+        let Some(desk) = self.desk.take(END_GRACE) else {
+            return Ok(());
+        };
+        let last = desk.last.and_then(|(_, table)| desk.tables.get(table));
+        let Some(end) = last.and_then(|table| table.end.as_ref()) else {
+            return Ok(());
+        };
+        // Launches end themselves at their limit, one after another.
+        let limit = self.limit.saturating_mul(IN_FLIGHT as u32) + END_GRACE;
+        let wait = || end.synchronize(Instant::now() + limit);
+        ended(&self.context, wait)
+    }
+
     /// A stream for a launch that the caller waits for.
     pub(super) fn stream(&self) -> Result<Stream, CudaError> {
         Stream::new(&self.context)
@@ -242,7 +258,8 @@ impl Launcher {
         self.desk.take(limit)
     }
 
-    /// Lays requests out, and finds a table that no launch reads any more: its number.
+    /// Lays requests out, and finds a table that no launch reads any more: its number. What it was of is still
+    /// [known](Self::call), until it is [named](Self::name) anew.
     pub(super) fn lay_out(
         &self,
         desk: &mut Desk,
@@ -264,11 +281,7 @@ impl Launcher {
         } else {
             self.next(desk, room)
         };
-        let number = found.map_err(HalError::from)?;
-        let table = &mut desk.tables[number];
-        table.requests.clear();
-        table.requests.extend_from_slice(requests);
-        Ok(number)
+        Ok(found.map_err(HalError::from)?)
     }
 
     /// A table for a launch that is being recorded.
@@ -312,6 +325,13 @@ impl Launcher {
             Ok(())
         })??;
         Ok(number)
+    }
+
+    /// Says what the launch by a table will be.
+    pub(super) fn name(desk: &mut Desk, number: usize, requests: &[Request]) {
+        let table = &mut desk.tables[number];
+        table.requests.clear();
+        table.requests.extend_from_slice(requests);
     }
 
     /// What a transfer of a launch is, in words.
@@ -413,23 +433,6 @@ impl Launcher {
             *last = Some((on, number));
         }
         Ok(())
-    }
-}
-
-impl Drop for Launcher {
-    fn drop(&mut self) {
-        let Some(desk) = self.desk.take(END_GRACE) else {
-            return;
-        };
-        let last = desk.last.and_then(|(_, table)| desk.tables.get(table));
-        let Some(end) = last.and_then(|table| table.end.as_ref()) else {
-            return;
-        };
-        // What they use is freed next. Launches end themselves at their limit, one after another.
-        let limit = self.limit.saturating_mul(IN_FLIGHT as u32) + END_GRACE;
-        if let Err(error) = end.synchronize(Instant::now() + limit) {
-            tracing::warn!(%error, "an exchange was dropped while its launches run");
-        }
     }
 }
 

@@ -3,7 +3,7 @@
 use crossweft_device::exchange::{Direction, Lanes, Transfer};
 use crossweft_kernels::{MAX_MESSAGES, Message};
 
-use super::{INLINE, Request};
+use super::{INLINE, Purpose, Request};
 
 /// The transfers of a launch, in buffers that are used again.
 #[derive(Debug)]
@@ -67,7 +67,8 @@ impl Layout {
             let is_alone = |other: &Message| {
                 (other.direction, other.peer) != (request.direction, request.peer)
             };
-            if request.direction == Direction::Reduce
+            // Reductions take whole slots, not lines, whoever sends.
+            if matches!(request.kind.purpose, Purpose::ReduceScatter(_))
                 || messages.len() == MAX_MESSAGES
                 || first + lanes > blocks
                 || !messages.iter().all(is_alone)
@@ -138,7 +139,7 @@ mod tests {
     use super::*;
 
     fn request(direction: Direction, peer: u32, bytes: u64) -> Request {
-        let (dtype, purpose) = (DataType::U8, Purpose::ReduceScatter(ReduceOp::Sum));
+        let (dtype, purpose) = (DataType::U8, Purpose::Message);
         Request {
             direction,
             peer,
@@ -226,8 +227,12 @@ mod tests {
         // A copy takes one block at least, and there is none left.
         assert!(!layout.single(&[send, copy, receive], 7, &mut messages));
         assert!(!layout.single(&[send, send], 100, &mut messages));
-        let reduce = request(Direction::Reduce, 0, 8);
-        assert!(!layout.single(&[reduce], 100, &mut messages));
+        // Reductions take whole slots: neither they nor what is sent to them may go in lines.
+        let purpose = Purpose::ReduceScatter(ReduceOp::Sum);
+        for mut reduced in [request(Direction::Reduce, 0, 8), send] {
+            reduced.kind.purpose = purpose;
+            assert!(!layout.single(&[reduced], 100, &mut messages));
+        }
         let many: Vec<_> = (0..=MAX_MESSAGES as u32)
             .map(|peer| request(Direction::Send, peer, 1))
             .collect();
