@@ -9,37 +9,63 @@ import pathlib
 import signal
 import statistics
 import subprocess
+import tempfile
 
 COLOURS = ["#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f", "#e377c2", "#bcbd22"]
 #: With this begin the names of what is not a rival.
 OURS = "crossweft"
 #: How `crossweft bench` ends whose results are not wrong, and whose are.
 BENCH = (0, 1)
+#: Twice the second-level cache of an H200, which is said to have 50 to 60 MB.
+COLD = 2 * 60_000_000
+#: What `crossweft bench --rotate` takes at most.
+MOST_PAIRS = 1024
+
+
+class Ended(RuntimeError):
+    """A program that has failed, or had no more time: why, and what it had printed until then."""
+
+    def __init__(self, why, printed):
+        super().__init__(why)
+        self.printed = printed
 
 
 def run(command, environment=None, limit=600, fine=(0,)):
     """What a program prints. It is ended, with all that it has started, when its time is over or this one is ended."""
-    started = subprocess.Popen(
-        [str(word) for word in command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    name = pathlib.Path(command[0]).name
-    try:
-        printed, said = started.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{name} did not end in {limit} s") from None
-    finally:
-        _end(started)
-    if started.returncode not in fine:
+    # Files, not pipes: what is in them stays, and nobody waits for those who hold them open.
+    with _file() as out, _file() as errors:
+        started = subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
+        why = None
+        try:
+            started.wait(limit)
+        except subprocess.TimeoutExpired:
+            why = f"did not end in {limit:.0f} s"
+        finally:
+            _end(started)
+        printed, said = _content(out), _content(errors)
+    if why is None and started.returncode not in fine:
         # A launcher's own lines come last, and say nothing of why.
-        why = [line.strip() for line in said.splitlines() if "rror: " in line] or [said[-500:].strip()]
-        raise RuntimeError(f"{name} ended with {started.returncode}: {why[0]}")
+        lines = [line.strip() for line in said.splitlines() if "rror: " in line] or [said[-500:].strip()]
+        why = f"ended with {started.returncode}: {lines[0]}"
+    if why:
+        raise Ended(f"{pathlib.Path(command[0]).name} {why}", printed)
     return printed
+
+
+def _file():
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def _content(file):
+    file.seek(0)
+    return file.read()
 
 
 def _end(started):
@@ -47,7 +73,7 @@ def _end(started):
     if started.poll() is None:
         started.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            started.communicate(timeout=20)
+            started.wait(20)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(started.pid, signal.SIGKILL)
     started.wait()
@@ -55,6 +81,40 @@ def _end(started):
 
 def last_json(text):
     return json.loads(text[text.index("{") :])
+
+
+def json_lines(text):
+    """The objects that have a line each; whatever else is printed, or cut off, is none."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found += [json.loads(line)] if line.startswith("{") else []
+    return found
+
+
+def sizes_of(options):
+    """From `--min` to `--max`, each `--factor` times the one before."""
+    sizes = [options.min]
+    while sizes[-1] * options.factor <= options.max:
+        sizes.append(sizes[-1] * options.factor)
+    return sizes
+
+
+def pairs(collective, size, ranks, in_place=False):
+    """How many pairs of buffers take turns, so that a call finds none of its own in a cache: the rank that touches the
+    least of them touches `COLD` bytes. `size` is of the larger buffer.
+    """
+    block = max(1, size // ranks)
+    touched = {
+        "all-reduce": size if in_place else 2 * size,
+        "all-gather": size + block,
+        "reduce-scatter": size + block,
+        "all-to-all": 2 * size,
+        "gather": block,
+        "scatter": block,
+    }
+    # One pair is no turn, however large.
+    return max(2, -(-COLD // touched.get(collective, size)))
 
 
 def human(size):

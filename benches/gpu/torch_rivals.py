@@ -1,28 +1,38 @@
 #!/usr/bin/env python3
 """Collectives of the library with NCCL's interface that torch finds, and torch's symmetric memory, measured as
-`crossweft bench --device cuda` measures its own: bf16 in a CUDA graph of many calls, one call ahead to line the ranks
-up, the slowest rank of each replay, median and least over the replays; sends and receives one by one, by the host's
-clock. Microseconds by bytes of the larger of input and output.
+`crossweft bench --device cuda` measures its own: bf16 in a CUDA graph that has a call to line the ranks up, an event,
+many calls, and another event; the slowest rank of each replay, median and least over the replays. Sends and receives
+are timed one by one, by the host's clock. Microseconds by bytes of the larger of input and output.
 
   torchrun --nproc-per-node 2 -- benches/gpu/torch_rivals.py [--max BYTES] [--factor N] [NAME ...]
 
-Another library than torch's own takes its place as LD_PRELOAD. All-reduce, broadcast and reduce are in place. Prints a
-JSON object, `{"library": "2.28.9", "torch": ..., "absent": {...}, "times": {"all-gather": {"library": {"1024": [p50,
-min], ...}, ...}, ...}}`; beside `library` there are, of all-reduce, `library, eager` (what a call takes the host, of
-200 at once) and, with `--symmetric`, `one-shot` and `two-shot` of symmetric memory. `--rotate N`: N pairs of buffers
-take turns. With `--device cpu` it is gloo on tensors of the host, one by one, to try this out. NVLink multicast is not
-used: set NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1, or the figures are of something else.
+Another library than torch's own takes its place as LD_PRELOAD. All-reduce, broadcast and reduce are in place. Prints
+JSON, a line when it is known: `{"library": "2.28.9", "torch": ...}`, then for each collective and size
+`{"collective": "all-gather", "bytes": 1024, "times": {"library": [p50, min], ...}}`, or `{"absent": what, "why": ...}`.
+Beside `library` there are `library, eager` (one call until it is done), `library, host` (what a call takes the host, of
+200 at once, up to 1 MiB) and, of all-reduce with `--symmetric`, `one-shot` and `two-shot` of symmetric memory.
+`--cold`: so many buffers take turns that none is in a cache, where crossweft can have as many. With `--device cpu` it
+is gloo on tensors of the host, one by one, to try this out. NVLink multicast is not used: set NCCL_NVLS_ENABLE=0 and
+TORCH_SYMM_MEM_DISABLE_MULTICAST=1, or the figures are of something else.
 """
 
 import argparse
+import datetime
+import functools
 import itertools
 import json
 import os
+import pathlib
 import statistics
+import sys
 import time
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from report import MOST_PAIRS, pairs, sizes_of  # noqa: E402, it lies beside this folder
 
 NAMES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send-recv"),
@@ -33,8 +43,16 @@ IN_BLOCKS = ("all-gather", "reduce-scatter", "all-to-all", "gather", "scatter")
 REPLAYS = 11
 #: Timed one by one.
 ITERATIONS = 50
+#: Larger calls keep the device so busy that the host waits for it.
+HOST = 1 << 20
+#: What a call may wait for another rank, which may have failed.
+LIMIT = datetime.timedelta(minutes=2)
 #: Torch's one-shot all-reduce is not for more.
 ONE_SHOT = 16 << 20
+
+
+def first_line(error):
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def slowest(times, device):
@@ -44,32 +62,71 @@ def slowest(times, device):
     return statistics.median(times.tolist()), min(times.tolist())
 
 
-def in_graph(calls, bytes_):
-    """Of a call, in a graph of many."""
-    count = 100 if bytes_ < 1 << 20 else 20
+@functools.cache
+def no_events_in_graphs():
+    """Why this torch cannot time events that a graph records; nothing if it can."""
+    try:
+        start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+        stream, graph, something = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            start.record(stream)
+            something.add_(1)
+            end.record(stream)
+        graph.replay()
+        torch.cuda.synchronize()
+        start.elapsed_time(end)
+    except (TypeError, RuntimeError) as error:
+        return first_line(error)
+    return ""
+
+
+def recorded(calls, count, stream):
+    """What replays `count` calls behind one that lines the ranks up, and the events around them: all in one graph, as
+    crossweft has them, or that call and the events outside, which then time the graph's launch too.
+    """
+    inside = not no_events_in_graphs()
+    external = {"external": True} if inside else {}
+    start, end = (torch.cuda.Event(enable_timing=True, **external) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        if inside:
+            calls[0]()
+            start.record(stream)
+        for turn in range(count):
+            calls[turn % len(calls)]()
+        if inside:
+            end.record(stream)
+
+    def replay():
+        if inside:
+            return graph.replay()
+        calls[0]()
+        start.record(stream)
+        graph.replay()
+        end.record(stream)
+
+    return replay, start, end
+
+
+def in_graph(calls, message):
+    """Of a call, in a graph of many; `message` is what crossweft goes by, too."""
+    count = 100 if message < 1 << 20 else 20
     # As often each pair of buffers.
     count = max(count, len(calls)) // len(calls) * len(calls)
-    turn = itertools.cycle(calls)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for _ in range(max(3, len(calls))):
-            next(turn)()
+        for turn in range(max(3, len(calls))):
+            calls[turn % len(calls)]()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(count):
-                next(turn)()
+        replay, start, end = recorded(calls, count, stream)
         times = []
-        for replay in range(REPLAYS + 1):
+        for number in range(REPLAYS + 1):
             dist.barrier()
             torch.cuda.synchronize()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            next(turn)()
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
+            replay()
             stream.synchronize()
-            if replay:
+            if number:
                 times.append(start.elapsed_time(end) * 1e3 / count)
     return slowest(times, "cuda")
 
@@ -137,34 +194,65 @@ def call_of(name, count, device):
     }[name]
 
 
-def symmetric_calls(count, turns):
-    """Name -> calls of torch's symmetric memory."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    group = dist.group.WORLD.group_name
-    tensors = []
-    for _ in range(turns):
-        tensors.append(symmetric.empty(count, dtype=torch.bfloat16, device="cuda").zero_())
-        symmetric.rendezvous(tensors[-1], dist.group.WORLD)
-    ops = {"one-shot": torch.ops.symm_mem.one_shot_all_reduce, "two-shot": torch.ops.symm_mem.two_shot_all_reduce_}
-    if 2 * count > ONE_SHOT:
-        del ops["one-shot"]
-    return {
-        name: [lambda op=op, tensor=tensor: op(tensor, "sum", group) for tensor in tensors] for name, op in ops.items()
-    }
-
-
 def measured(name, size, options):
     """Bytes, and what -> times, of a collective."""
     ranks = dist.get_world_size()
     count = size // 2 // ranks * ranks if name in IN_BLOCKS else size // 2
-    calls = [call_of(name, count, options.device) for _ in range(options.rotate)]
+    turns = pairs(name, size, ranks, in_place=True) if options.cold else 1
+    calls = [call_of(name, count, options.device) for _ in range(turns)]
     if options.device == "cpu" or name == "send-recv":
         return 2 * count, {"library": one_by_one(calls, options.device)}
-    found = {"library": in_graph(calls, size)}
-    if name == "all-reduce" and options.rotate == 1:
-        found["library, eager"] = on_the_host(calls[0])
+    found = {"library": in_graph(calls, size // ranks if name in IN_BLOCKS else size)}
+    if not options.cold:
+        found["library, eager"] = one_by_one(calls, options.device)
+        if size <= HOST:
+            found["library, host"] = on_the_host(calls[0])
     return 2 * count, found
+
+
+def symmetric(name, size, options):
+    """As `measured`, of all-reduce by torch's symmetric memory."""
+    import torch.distributed._symmetric_memory as memory
+
+    group, count = dist.group.WORLD.group_name, size // 2
+    turns = pairs(name, size, dist.get_world_size(), in_place=True) if options.cold else 1
+    # In one piece, as ranks meet for each.
+    whole = memory.empty(turns * count, dtype=torch.bfloat16, device="cuda").zero_()
+    memory.rendezvous(whole, dist.group.WORLD)
+    tensors = whole.chunk(turns)
+    ops = torch.ops.symm_mem
+    calls = {"two-shot": [functools.partial(ops.two_shot_all_reduce_, one, "sum", group) for one in tensors]}
+    if size <= ONE_SHOT:
+        # Outputs of their own: of those that it allocates, the next is where the one before was.
+        calls["one-shot"] = [
+            functools.partial(ops.one_shot_all_reduce_out, one, "sum", group, torch.empty_like(one)) for one in tensors
+        ]
+    return 2 * count, {form: in_graph(those, size) for form, those in calls.items()}
+
+
+def tell(**what):
+    """Prints a line, at once: the next measurement may be the last."""
+    if dist.get_rank() == 0:
+        print(json.dumps(what), flush=True)
+
+
+def compare(options):
+    """Measures and tells everything, size by size."""
+    ranks = dist.get_world_size()
+    for name, size in itertools.product(options.names, sizes_of(options)):
+        if options.cold and pairs(name, size, ranks) > MOST_PAIRS:
+            continue
+        ways = {name: measured}
+        if options.symmetric and options.device == "cuda" and name == "all-reduce":
+            ways["symmetric memory"] = symmetric
+        for what, measure in ways.items():
+            try:
+                bytes_, times = measure(name, size, options)
+            except (RuntimeError, ValueError) as error:
+                # What a library refuses, it refuses on every rank.
+                tell(absent=f"{what}, {size} B", why=first_line(error))
+            else:
+                tell(collective=name, bytes=bytes_, times=times)
 
 
 def is_mapped(path):
@@ -180,7 +268,7 @@ def main():
     parser.add_argument("--min", type=int, default=1024)
     parser.add_argument("--max", type=int, default=1 << 26)
     parser.add_argument("--factor", type=int, default=4)
-    parser.add_argument("--rotate", type=int, default=1, metavar="N", help="pairs of buffers that take turns")
+    parser.add_argument("--cold", action="store_true", help="so many buffers take turns that none is in a cache")
     parser.add_argument("--symmetric", action="store_true", help="torch's symmetric memory, too")
     parser.add_argument("--preloaded", metavar="FILE", help="refuse to measure another library than this")
     options = parser.parse_args()
@@ -191,36 +279,15 @@ def main():
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=LIMIT)
         library = ".".join(str(part) for part in torch.cuda.nccl.version())
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=LIMIT)
         library = "gloo"
-    found, absent = {}, {}
-    for name in options.names:
-        times = found.setdefault(name, {})
-        sizes = [options.min]
-        while sizes[-1] * options.factor <= options.max:
-            sizes.append(sizes[-1] * options.factor)
-        for size in sizes:
-            try:
-                size, those = measured(name, size, options)
-            except (RuntimeError, ValueError) as error:
-                # What a library refuses, it refuses on every rank.
-                absent[f"{name}, {size} B"] = str(error).splitlines()[0]
-                continue
-            for what, both in those.items():
-                times.setdefault(what, {})[size] = both
-        if options.symmetric and options.device == "cuda" and name == "all-reduce":
-            for size in sizes:
-                try:
-                    for form, those in symmetric_calls(size // 2, options.rotate).items():
-                        times.setdefault(form, {})[size] = in_graph(those, size)
-                except (RuntimeError, ValueError) as error:
-                    absent[f"symmetric memory, {size} B"] = str(error).splitlines()[0]
-    if dist.get_rank() == 0:
-        report = {"torch": torch.__version__, "library": library, "absent": absent, "times": found}
-        print(json.dumps(report))
+    tell(library=library, torch=torch.__version__)
+    if options.device == "cuda" and (why := no_events_in_graphs()):
+        tell(absent="events inside graphs", why=why)
+    compare(options)
     dist.destroy_process_group()
 
 
