@@ -92,6 +92,13 @@ def json_lines(text):
     return found
 
 
+def bytes_of(text):
+    """Bytes, as `crossweft bench` takes them: `64K`, `1M`, `1G` are powers of 1024."""
+    powers = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    unit = powers.get(text[-1:].upper())
+    return int(text[:-1]) * unit if unit else int(text)
+
+
 def sizes_of(options):
     """From `--min` to `--max`, each `--factor` times the one before."""
     sizes = [options.min]

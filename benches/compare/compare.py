@@ -28,7 +28,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from report import BENCH, OURS, last_json, medians, plot, run, table  # noqa: E402, it lies beside this folder
+from report import BENCH, OURS, bytes_of, last_json, medians, plot, run, table  # noqa: E402, it lies beside this folder
 
 
 def contenders(options, folder):
@@ -100,8 +100,8 @@ def main():
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--min", type=int, default=8)
-    parser.add_argument("--max", type=int, default=64 << 20)
+    parser.add_argument("--min", type=bytes_of, default=8, metavar="BYTES")
+    parser.add_argument("--max", type=bytes_of, default=64 << 20, metavar="BYTES")
     parser.add_argument("--factor", type=int, default=4)
     parser.add_argument("--out", default="compare", metavar="PREFIX")
     options = parser.parse_args()

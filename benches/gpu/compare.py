@@ -45,6 +45,7 @@ from report import (  # noqa: E402, it lies beside this folder
     MOST_PAIRS,
     OURS,
     Ended,
+    bytes_of,
     human,
     json_lines,
     last_json,
@@ -374,8 +375,8 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--min", type=int, default=1 << 10)
-    parser.add_argument("--max", type=int, default=1 << 30)
+    parser.add_argument("--min", type=bytes_of, default=1 << 10, metavar="BYTES")
+    parser.add_argument("--max", type=bytes_of, default=1 << 30, metavar="BYTES")
     parser.add_argument("--factor", type=int, default=4)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--collectives", nargs="+", default=USUAL, choices=COLLECTIVES)

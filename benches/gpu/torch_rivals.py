@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from report import MOST_PAIRS, pairs, sizes_of  # noqa: E402, it lies beside this folder
+from report import MOST_PAIRS, bytes_of, pairs, sizes_of  # noqa: E402, it lies beside this folder
 
 NAMES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send-recv"),
@@ -265,8 +265,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=NAMES[:6], metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--min", type=int, default=1024)
-    parser.add_argument("--max", type=int, default=1 << 26)
+    parser.add_argument("--min", type=bytes_of, default=1024)
+    parser.add_argument("--max", type=bytes_of, default=1 << 26)
     parser.add_argument("--factor", type=int, default=4)
     parser.add_argument("--cold", action="store_true", help="so many buffers take turns that none is in a cache")
     parser.add_argument("--symmetric", action="store_true", help="torch's symmetric memory, too")
