@@ -87,13 +87,19 @@ impl Tune {
         let (_, local) = job::ranks(self.ranks, self.threads);
         let devices = self.device.find(local).map_err(JobError::Usage)?;
         let timeout = Duration::from_secs(self.timeout);
-        Ok(JobOptions::new(
-            self.ranks,
-            self.threads,
-            devices,
-            timeout,
-            !self.no_bind,
-        ))
+        let mut job = JobOptions::new(self.ranks, self.threads, devices, timeout, !self.no_bind);
+        // Buffers of one collective at a time; scratch memory is bounded.
+        let buffers = |one: &TuneOptions| {
+            let (i, o) = one.collective.blocks(job.ranks).unwrap_or((1, 1));
+            one.max_bytes.saturating_mul(u64::from(i) + u64::from(o))
+        };
+        job.memory = self
+            .options(job.ranks)
+            .iter()
+            .map(buffers)
+            .max()
+            .unwrap_or(0);
+        Ok(job)
     }
 
     /// What is measured, with `ranks` ranks.

@@ -73,3 +73,17 @@ fn mistakes_are_exit_code_2() {
         assert!(errors.contains(words), "{arguments}: {errors}");
     }
 }
+
+#[test]
+fn what_was_not_tried_is_not_called_right() {
+    let arguments = "matrix --device cuda --ranks 2 --collective scatter --dtype u8";
+    let mut command = common::crossweft(arguments.split_whitespace());
+    let output = command.env("CUDA_VISIBLE_DEVICES", "").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let line = text(&output.stdout);
+    assert_eq!(cases(&line).0, 0, "{line}");
+    assert!(
+        line.contains("not ended: stopped among those of 2 ranks") && !line.contains("none wrong"),
+        "{line}"
+    );
+}

@@ -415,6 +415,15 @@ fn bad_input_has_exit_code_2_and_one_line() {
     ends(2, &["run", "-", "--processes"]);
     ends(2, &["run", &good, "--device", "tpu"]);
     ends(2, &["check"]);
+    // Packets for more than any host has.
+    let mut greedy = send_recv(2);
+    greedy.packet_slots = 1 << 20;
+    let greedy = files.write("greedy", &greedy.to_json());
+    let output = ends(2, &["run", &greedy, "--threads", "--size", "1G"]);
+    assert!(
+        text(&output.stderr).contains("of memory at least"),
+        "{output:?}"
+    );
 }
 
 #[test]

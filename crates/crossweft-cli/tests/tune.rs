@@ -4,6 +4,7 @@
 mod common;
 
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -37,10 +38,11 @@ fn candidate<'a>(explanation: &'a Value, name: &str) -> &'a Value {
     candidates.iter().find(|one| one["name"] == name).unwrap()
 }
 
-/// The only file in a folder.
+/// The only file in a folder, but for the one that writers lock.
 fn only_file(folder: &Path) -> PathBuf {
-    let mut files = fs::read_dir(folder).unwrap();
-    let file = files.next().unwrap().unwrap().path();
+    let files = fs::read_dir(folder).unwrap().map(|file| file.unwrap());
+    let mut files = files.filter(|file| !file.file_name().as_bytes().starts_with(b"."));
+    let file = files.next().unwrap().path();
     assert!(files.next().is_none());
     file
 }
@@ -325,6 +327,35 @@ fn all_ranks_choose_by_the_table_that_rank_0_reads() {
     }
 }
 
+/// Each measures something else, and knows nothing of what the other writes meanwhile.
+#[test]
+fn two_at_once_keep_what_both_have_measured() {
+    let cache = tempfile::tempdir().unwrap();
+    let tune = |what: &str| {
+        let arguments = format!("tune {what} --threads --max 1K --budget 0.1");
+        crossweft(cache.path(), &arguments)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
+    };
+    // A table that both begin with.
+    assert!(tune("broadcast").wait().unwrap().success());
+    let both = [tune("all-gather"), tune("all-reduce")];
+    for mut one in both {
+        assert!(one.wait().unwrap().success());
+    }
+    let table: Value = serde_json::from_slice(&fs::read(only_file(cache.path())).unwrap()).unwrap();
+    let measurements = table["measurements"].as_array().unwrap();
+    let mut collectives: Vec<_> = measurements
+        .iter()
+        .filter_map(|m| m["collective"].as_str())
+        .collect();
+    collectives.sort_unstable();
+    collectives.dedup();
+    assert_eq!(collectives, ["all-gather", "all-reduce", "broadcast"]);
+}
+
 #[test]
 fn mistakes_are_told() {
     let cache = tempfile::tempdir().unwrap();
@@ -345,6 +376,11 @@ fn mistakes_are_told() {
         ("tune --budget -1", "unexpected argument"),
         ("tune --budget 1e9", "give 0 to 3600 seconds"),
         ("tune all-redoce", "possible values: all-reduce"),
+        // Before the kernel ends one of them.
+        (
+            "tune all-to-all --threads --ranks 16 --max 16G",
+            "of memory at least, of which this host has",
+        ),
         (
             "tune --threads --plan /none.json",
             "'/none.json' for '--plan <FILE>': No such file",

@@ -21,7 +21,7 @@ use crate::selector::{Choice, Place, Selector};
 use crate::shipped;
 use crate::table::TuningTable;
 
-/// The variable that turns tuning tables off where it is `off`.
+/// The variable that turns tuning tables off where it is `off`, `no`, `false` or `0`.
 pub const TUNING_VARIABLE: &str = "CROSSWEFT_TUNING";
 
 /// The variable that has all sums in rank order where it is `1`, or anything but nothing, `0`, `off`, `no` and `false`:
@@ -346,7 +346,8 @@ impl Found {
         world_size: u32,
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Self {
-        if variable(TUNING_VARIABLE).is_some_and(|value| value == "off") {
+        // An empty one is as none.
+        if variable(TUNING_VARIABLE).is_some_and(|value| !value.is_empty() && says_no(&value)) {
             return Self::Off;
         }
         let cache = Cache::decide(&variable);
@@ -371,9 +372,13 @@ impl Found {
 
 fn is_deterministic(variable: impl Fn(&str) -> Option<OsString>) -> bool {
     // Who asks in other words must not get other bits.
-    let no = ["", "0", "off", "no", "false"];
-    let says_no = |value: &OsString| no.iter().any(|no| value.eq_ignore_ascii_case(no));
     variable(DETERMINISTIC_VARIABLE).is_some_and(|value| !says_no(&value))
+}
+
+fn says_no(value: &OsString) -> bool {
+    ["", "0", "off", "no", "false"]
+        .iter()
+        .any(|no| value.eq_ignore_ascii_case(no))
 }
 
 const READING: &str = "reading plans and tuning tables";

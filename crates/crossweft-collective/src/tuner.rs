@@ -133,7 +133,7 @@ pub fn tune(
     let grid = |one: &TuneOptions| sizes(one.dtype.size() as u64, one.max_bytes);
     let all = options.iter().map(|one| grid(one).len()).sum();
     let mut done = 0;
-    let mut took = Vec::new();
+    let (mut took, mut measured) = (Vec::new(), Vec::new());
     let mut disturbed = (0, 0);
     for (index, one) in options.iter().enumerate() {
         let started = Instant::now();
@@ -155,13 +155,14 @@ pub fn tune(
         }
         disturbed.0 += tuner.disturbed;
         disturbed.1 += tuner.timed;
+        measured.push(tuner.measurements.clone());
         table.insert(tuner.measurements);
         took.push(started.elapsed());
     }
     let is_writer = communicator.endpoint().group().local_rank() == 0;
     let name = TuningTable::file_name(&fingerprint, world_size);
     let stored = match is_writer {
-        true => cache.store_file(&name, to_write(&selection, &table, cache).as_bytes()),
+        true => store((&selection, cache), &table, measured),
         false => Ok(None),
     };
     let stored = stored.map_err(|source| CollectiveError::Store {
@@ -185,24 +186,27 @@ pub fn tune(
     })
 }
 
-/// The file of a new table. Where the communicator had none, as tables were turned off, there may be one all the same:
-/// other measurements in it are kept.
-fn to_write(selection: &Selection, table: &TuningTable, cache: &Cache) -> String {
-    let there = match selection.table() {
-        Some(_) => None,
-        // One that is not to be used makes way.
-        None => TuningTable::load(cache, selection.fingerprint(), selection.world_size())
-            .ok()
-            .flatten(),
-    };
-    let Some(mut there) = there else {
-        return table.to_json();
-    };
-    there.forget_changed();
-    for new in table.measurements() {
-        there.insert(new.clone());
-    }
-    there.to_json()
+/// Writes what was measured now into the file, where others may have put theirs since the communicator was made, or it was
+/// made without a table, as these were turned off. One that is not to be used makes way for `table`.
+fn store(
+    (selection, cache): (&Selection, &Cache),
+    table: &TuningTable,
+    measured: Vec<Measurements>,
+) -> std::io::Result<Option<PathBuf>> {
+    let (fingerprint, world_size) = (selection.fingerprint(), selection.world_size());
+    let name = TuningTable::file_name(fingerprint, world_size);
+    cache.update_file(&name, |there| {
+        let there =
+            there.and_then(|text| TuningTable::of_text(&text, fingerprint, world_size).ok());
+        let Some(mut there) = there else {
+            return table.to_json().into_bytes();
+        };
+        there.forget_changed();
+        for new in measured {
+            there.insert(new);
+        }
+        there.to_json().into_bytes()
+    })
 }
 
 /// Blocks of a message in the input and in the output.

@@ -25,6 +25,25 @@ pub mod limits {
     pub const BARRIERS: u32 = 4096;
     /// Semaphores of a rank.
     pub const SEMAPHORES: usize = 4096;
+    /// Bytes of a plan's name.
+    pub const NAME: usize = 256;
+}
+
+/// Whether a name can stand in a message: what a terminal obeys could say something else in its place.
+fn name_is_plain(name: &str) -> Result<(), String> {
+    let directs =
+        |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    if name.is_empty() || name.len() > limits::NAME {
+        let (length, most) = (name.len(), limits::NAME);
+        return Err(format!("its name has {length} bytes; 1 to {most} fit"));
+    }
+    match name.chars().find(|c| directs(*c)) {
+        Some(c) => Err(format!(
+            "its name has the control character {}",
+            c.escape_unicode()
+        )),
+        None => Ok(()),
+    }
 }
 
 /// Why a plan is refused.
@@ -108,6 +127,8 @@ impl Plan {
     /// # Errors
     /// [`PlanError`] with the first fault found.
     pub fn validate_layout(&self) -> Result<(), PlanError> {
+        // Not with the name in it.
+        name_is_plain(&self.name).map_err(|reason| PlanError::Format { reason })?;
         let whole = |reason| self.whole(reason);
         self.validate_whole().map_err(whole)?;
         for (rank, program) in (0..).zip(&self.ranks) {
@@ -131,12 +152,19 @@ impl Plan {
     fn validate_whole(&self) -> Result<(), String> {
         let world = self.ranks.len();
         ranks_fit(world)?;
-        let expected = self.collective.blocks(world as u32);
-        let blocks = (self.input_blocks, self.output_blocks);
-        if expected.is_some_and(|expected| expected != blocks) {
+        let (input, output) = (self.input_blocks, self.output_blocks);
+        if let Some((of_input, of_output)) = self.collective.blocks(world as u32)
+            && (of_input, of_output) != (input, output)
+        {
             return Err(format!(
-                "{} of {world} ranks has {expected:?} blocks of input and output, not {blocks:?}",
+                "{} of {world} ranks has {of_input} blocks of input and {of_output} of output, not {input} and {output}",
                 self.collective.name()
+            ));
+        }
+        let (least, most) = self.message_bytes;
+        if least > most {
+            return Err(format!(
+                "it is for messages of {least} to {most} bytes, which none has: give the smaller number first"
             ));
         }
         if let Some(root) = self

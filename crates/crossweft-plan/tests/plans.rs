@@ -75,6 +75,26 @@ fn op(plan: &mut Plan, rank: usize, block: usize, index: usize) -> &mut Op {
 fn unsound_plans_are_refused_with_the_place() {
     refused(|p| p.ranks.clear(), "0 ranks");
     refused(|p| p.chunks = 0, "0 chunks");
+    refused(
+        |p| p.message_bytes = (100, 10),
+        "messages of 100 to 10 bytes",
+    );
+    refused(
+        |p| p.output_blocks = 4,
+        "has 1 blocks of input and 1 of output, not 1 and 4",
+    );
+    refused(|p| p.name.clear(), "its name has 0 bytes");
+    refused(|p| p.name = "n".repeat(257), "its name has 257 bytes");
+    // A terminal would show what follows in the place of the refusal.
+    for control in ["\r", "\u{1b}[2K", "\n", "\u{202e}"] {
+        refused(
+            |p| p.name = format!("x: ok{control}y"),
+            &format!(
+                "the control character {}",
+                control.chars().next().unwrap().escape_unicode()
+            ),
+        );
+    }
     refused(|p| p.scratch_slots = u32::MAX, "scratch slots");
     refused(
         |p| p.scratch_slots = 2,

@@ -131,7 +131,7 @@ impl Options {
             timeout: Duration::from_secs(self.timeout),
             bind: true,
             // Two buffers, and what is in them for comparison.
-            memory: 3 * self.large.0,
+            memory: self.large.0.saturating_mul(3),
             arguments: &[],
         }
     }
@@ -151,6 +151,7 @@ pub(crate) fn run(options: &Options) -> Exit {
         .collect();
     let mut exit = Exit::Ok;
     let mut done = 0;
+    let mut unfinished = None;
     for part in &by_ranks {
         let ranks = part[0].config.ranks;
         let devices = options.device.find(ranks).map_err(JobError::Usage);
@@ -173,6 +174,7 @@ pub(crate) fn run(options: &Options) -> Exit {
         }
         exit = exit.worse(ended);
         if !matches!(ended, Exit::Ok | Exit::Wrong) {
+            unfinished = Some(ranks);
             break;
         }
         done += part.len();
@@ -183,15 +185,19 @@ pub(crate) fn run(options: &Options) -> Exit {
         true => (exit == Exit::Wrong).then(|| "some wrong".to_owned()),
         false => Some(wrong.load(Ordering::Relaxed))
             .filter(|&wrong| wrong > 0)
-            .map(|wrong| format!("{wrong} wrong, at ")),
+            .map(|wrong| format!("{wrong} wrong")),
     };
-    let wrong = wrong.unwrap_or_else(|| "none wrong".to_owned());
     let (first, last) = (
         part_ranks(&by_ranks, 0),
         part_ranks(&by_ranks, by_ranks.len() - 1),
     );
+    let verdict = match unfinished {
+        None => wrong.unwrap_or_else(|| "none wrong".to_owned()),
+        // Nobody has judged what was not tried.
+        Some(ranks) => format!("not ended: stopped among those of {ranks} ranks"),
+    };
     exit.worse(crate::ended(crate::print_line(&format!(
-        "matrix: {done} of {count} cases at {first} to {last} ranks, {wrong}, {seconds:.0} s"
+        "matrix: {done} of {count} cases at {first} to {last} ranks, {verdict}, {seconds:.0} s"
     ))))
 }
 

@@ -122,7 +122,6 @@ fn try_run(options: &Run) -> Result<Exit, RunError> {
         }
     }
     let task = Task::new(options, source.plan).map_err(RunError::Usage)?;
-    let blocks = task.plan.input_blocks + task.plan.output_blocks;
     let job = JobOptions {
         start: match (options.threads, options.processes) {
             (true, _) => Start::Threads,
@@ -144,11 +143,23 @@ fn try_run(options: &Run) -> Result<Exit, RunError> {
             .device
             .find(task.plan.world_size())
             .map_err(RunError::Usage)?,
-        memory: task.bytes.saturating_mul(blocks.into()),
+        memory: memory(&task.plan, task.bytes),
         // Checked here, once for all.
         arguments: &["--unchecked"],
     };
     Ok(job::run(&job, |communicator, _| task.rank(communicator))?)
+}
+
+/// Bytes that a rank takes: its buffers, and the memory that the plan goes through.
+fn memory(plan: &Plan, bytes: u64) -> u64 {
+    let blocks = u64::from(plan.input_blocks) + u64::from(plan.output_blocks);
+    let parts = [
+        bytes.checked_mul(blocks),
+        plan.scratch_bytes(bytes).map(|(_, all)| all),
+        plan.packet_bytes(bytes).map(|(_, all)| all),
+    ];
+    let all = |sum: u64, part: Option<u64>| sum.checked_add(part?);
+    parts.into_iter().try_fold(0, all).unwrap_or(u64::MAX)
 }
 
 /// What every rank does.

@@ -17,7 +17,10 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
+use rustix::fs::{FlockOperation, OFlags};
+use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 
 /// A directory of results, or none.
@@ -143,6 +146,27 @@ impl Cache {
         Ok(Some(directory.join(name)))
     }
 
+    /// Has `change` make a new file of that name out of what it holds, if that can be read, and writes it as
+    /// [`store_file`](Self::store_file) does. Who else does so meanwhile, in whatever process, comes before or after. Blocks
+    /// for ten seconds at most.
+    ///
+    /// # Errors
+    /// It cannot be written, or another process is at it for too long.
+    pub fn update_file(
+        &self,
+        name: &str,
+        change: impl FnOnce(Option<Vec<u8>>) -> Vec<u8>,
+    ) -> io::Result<Option<PathBuf>> {
+        let Some(directory) = &self.directory else {
+            return Ok(None);
+        };
+        make(directory)?;
+        // Beside the file, which is replaced; until this is dropped.
+        let _lock = lock(&directory.join(format!(".{name}.lock")))?;
+        let there = self.file(name).ok().flatten();
+        self.store_file(name, &change(there))
+    }
+
     /// The value stored under `key`, if it is there and whole.
     pub(super) fn load(&self, key: &Key) -> Option<Vec<u8>> {
         let found = self.directory.as_ref().and_then(|directory| {
@@ -183,7 +207,8 @@ fn damaged(what: &str) -> io::Error {
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new()
         .read(true)
-        .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits().cast_signed())
+        // Of a pipe, which is no entry, opening would wait for a writer.
+        .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed())
         .open(path)?;
     // What is read here runs on the device, in this process's name.
     let metadata = file.metadata()?;
@@ -199,6 +224,43 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// How long [`Cache::update_file`] waits for who else changes the file.
+const LOCK_LIMIT: Duration = Duration::from_secs(10);
+
+/// A file that nobody else has locked like this.
+fn lock(path: &Path) -> io::Result<fs::File> {
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed())
+        .open(path)?;
+    let deadline = Instant::now() + LOCK_LIMIT;
+    loop {
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(Errno::WOULDBLOCK) => {
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!(
+                        "another process has locked {} for {LOCK_LIMIT:?}",
+                        path.display()
+                    ),
+                ));
+            }
+            // Some file systems have no locks: the last who writes wins there.
+            Err(error) => {
+                tracing::debug!(path = %path.display(), %error, "not locked");
+                return Ok(file);
+            }
+            Ok(()) => return Ok(file),
+        }
+    }
+}
+
 /// The value of an entry.
 fn unwrap(mut bytes: Vec<u8>) -> io::Result<Vec<u8>> {
     let (header, value) = bytes
@@ -211,11 +273,15 @@ fn unwrap(mut bytes: Vec<u8>) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn write(directory: &Path, name: &str, parts: &[&[u8]]) -> io::Result<()> {
+fn make(directory: &Path) -> io::Result<()> {
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
-        .create(directory)?;
+        .create(directory)
+}
+
+fn write(directory: &Path, name: &str, parts: &[&[u8]]) -> io::Result<()> {
+    make(directory)?;
     // Containers, or hosts, with one home may have the same numbers for processes and threads: a number by chance as well, and
     // what somebody else has is not touched.
     let (process, thread) = (std::process::id(), std::thread::current().id());
@@ -307,6 +373,46 @@ mod tests {
         assert!(cache.file("t.json").is_err());
         assert_eq!(Cache::none().store_file("t.json", b"{}").unwrap(), None);
         assert!(Cache::at(&path).store_file("t.json", b"{}").is_err());
+    }
+
+    #[test]
+    fn changes_of_a_file_follow_one_another() {
+        let directory = tempfile::tempdir().unwrap();
+        let add = |byte: u8| {
+            // As another process has it: a cache, and so a lock, of its own.
+            let cache = Cache::at(&directory.path().join("a"));
+            let change = |there: Option<Vec<u8>>| {
+                let mut all = there.unwrap_or_default();
+                std::thread::sleep(Duration::from_millis(2));
+                all.push(byte);
+                all
+            };
+            cache.update_file("t.json", change).unwrap().unwrap()
+        };
+        std::thread::scope(|scope| {
+            for byte in 0..16 {
+                scope.spawn(move || add(byte));
+            }
+        });
+        let mut all = fs::read(directory.path().join("a/t.json")).unwrap();
+        all.sort_unstable();
+        assert_eq!(all, (0..16).collect::<Vec<u8>>());
+    }
+
+    /// Opening one waits for a writer, for ever.
+    #[test]
+    fn a_pipe_is_no_entry() {
+        let directory = tempfile::tempdir().unwrap();
+        let pipe = directory.path().join("t.json");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &pipe,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+            0,
+        )
+        .unwrap();
+        assert!(Cache::at(directory.path()).file("t.json").is_err());
     }
 
     #[test]
