@@ -129,6 +129,31 @@ def tensors_that_are_not_contiguous() -> None:
 
 
 @case
+def negative_views() -> None:
+    """Their memory has the opposite numbers, as that of a conjugate's imaginary part."""
+
+    def negative() -> torch.Tensor:
+        return torch._neg_view(numbers(4))
+
+    def call(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        plain = (lambda tensor: tensor) if group is OURS else (lambda tensor: tensor.resolve_neg())
+        largest, first = plain(negative()), plain(negative())
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        dist.broadcast(first, 0, group=group)
+        gathered, exchanged = [torch.zeros(4) for _ in range(SIZE)], torch.zeros(2 * SIZE)
+        dist.all_gather(gathered, plain(negative()), group=group)
+        dist.all_to_all_single(exchanged, plain(torch._neg_view(numbers(2 * SIZE))), group=group)
+        sent = plain(torch._neg_view(numbers(3)))
+        received = torch.zeros(3)
+        ops = [(dist.isend, sent, (RANK + 1) % SIZE), (dist.irecv, received, (RANK - 1) % SIZE)]
+        for work in dist.batch_isend_irecv([dist.P2POp(op, each, peer, group) for op, each, peer in ops]):
+            work.wait()
+        return [each.clone() for each in (largest, first, *gathered, exchanged, received)]
+
+    both(call)
+
+
+@case
 def broadcast() -> None:
     for dtype in (torch.float32, torch.bool, torch.complex64, torch.int8):
 

@@ -87,6 +87,21 @@ with register("tp", communicator):
         assert "all_reduce_ has no gradients" in str(error)
     else:
         raise AssertionError("gradients would be wrong")
+
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        torch.ops.crossweft.all_reduce_(y, "sum", "tp")
+        return y * 3
+
+    for backend in backends:
+        # Dynamo's own error has ours in it.
+        try:
+            torch.compile(tripled, backend=backend)(torch.ones(2, requires_grad=True)).sum().backward()
+        except Exception as error:
+            assert "all_reduce_ has no gradients" in str(error), error
+        else:
+            raise AssertionError("gradients would be wrong")
+        torch._dynamo.reset()
     tokens, weight = torch.ones(4, 8, dtype=torch.float32), torch.full((8,), 3.0, dtype=torch.float32)
     norm, add_norm = torch.ops.crossweft.all_reduce_rms_norm, torch.ops.crossweft.all_reduce_add_rms_norm
 

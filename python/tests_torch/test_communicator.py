@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -236,6 +237,32 @@ def test_all_reduce_rms_norm(dtype: torch.dtype) -> None:
     results = in_threads(RANKS, rank_main)
     torch.testing.assert_close(results[0], expected.to(dtype))
     assert all(torch.equal(result, results[0]) for result in results), "the same bits on every rank"
+
+
+@pytest.mark.parametrize("hidden", [16, 12])
+def test_rms_norm_refuses_other_tensors_fused_or_not(hidden: int) -> None:
+    def tensor(dtype: torch.dtype = torch.float32, tokens: int = 2) -> torch.Tensor:
+        return torch.ones(tokens, hidden).to(dtype)
+
+    weight, residual = torch.ones(hidden), tensor()
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        norm = AllReduceCommunicator(communicator).all_reduce_rms_norm
+        refusals: list[tuple[str, Callable[[], Any]]] = [
+            ("float32, float16 and bfloat16", lambda: norm(tensor(torch.int32), weight.to(torch.int32))),
+            ("weight is of torch.bfloat16", lambda: norm(tensor(), weight.bfloat16())),
+            ("residual is of torch.bfloat16", lambda: norm(tensor(), weight, residual=tensor(torch.bfloat16))),
+            ("quantised is of torch.int8", lambda: norm(tensor(), weight, quantised=tensor(torch.int8), scale=1.0)),
+            ("weight is not contiguous", lambda: norm(tensor(), torch._neg_view(weight))),
+            ("residual is not contiguous", lambda: norm(tensor(), weight, residual=torch._neg_view(tensor()))),
+            ("the same memory", lambda: norm(tensor(), weight, residual=residual, out=residual)),
+        ]
+        for words, call in refusals:
+            with pytest.raises(cw.TensorError, match=words):
+                call()
+        assert norm(tensor(), weight).shape == (2, hidden)
+
+    in_threads(2, rank_main)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -55,6 +55,16 @@ class _Reduction:
             raise TensorError(f"{NAME} does not reduce elements of {dtype}")
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory has its numbers, one after another: not of a view that negates or conjugates."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that is."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as elements that can be reduced."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -89,7 +99,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _in_place(tensor: torch.Tensor, call: Callable[[torch.Tensor], object]) -> None:
     """Calls it with the tensor, or with a contiguous copy that is copied back."""
-    dense = tensor.contiguous()
+    dense = _plain(tensor)
     call(dense)
     if dense is not tensor:
         tensor.copy_(dense)
@@ -97,7 +107,7 @@ def _in_place(tensor: torch.Tensor, call: Callable[[torch.Tensor], object]) -> N
 
 def _into(output: torch.Tensor, source: torch.Tensor, call: Callable[[torch.Tensor], object]) -> None:
     """Calls it with the output, or with a contiguous tensor that is copied there, and does not overlap the source."""
-    if output.is_contiguous() and not _overlap(output, source):
+    if _is_plain(output) and not _overlap(output, source):
         call(output)
         return
     dense = torch.empty(output.shape, dtype=output.dtype, device=output.device)
@@ -113,7 +123,7 @@ def _all_reduce(communicator: Communicator, tensor: torch.Tensor, how: _Reductio
 def _all_gather(communicator: Communicator, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> None:
     sizes = [output.numel() for output in outputs]
     flat = torch.empty(sum(sizes), dtype=tensor.dtype, device=tensor.device)
-    tensor = tensor.contiguous()
+    tensor = _plain(tensor)
     if _are_even(outputs):
         communicator.all_gather(_elements(tensor), _elements(flat))
     else:
@@ -127,7 +137,7 @@ def _all_gather_single(communicator: Communicator, output: torch.Tensor, tensor:
     all_gather = communicator.all_gather
     # This rank's block of the output.
     is_own = tensor.data_ptr() == output.data_ptr() + communicator.rank * tensor.nbytes
-    if output.is_contiguous() and is_own:
+    if _is_plain(output) and is_own:
         all_gather(_elements(output))
     else:
         _into(output, tensor, lambda dense: all_gather(_elements(tensor), _elements(dense)))
@@ -207,7 +217,7 @@ class _Route:
     def _pass_on(self, communicator: Communicator, tensor: torch.Tensor) -> None:
         try:
             if self._is_sender:
-                communicator.send(_elements(tensor.contiguous()), 1)
+                communicator.send(_elements(_plain(tensor)), 1)
             else:
                 _in_place(tensor, lambda dense: communicator.recv(_elements(dense), 0))
         except Error as error:
@@ -364,7 +374,7 @@ class _Calls:
     def _count(self, operation: str, tensor: torch.Tensor, others: Sequence[torch.Tensor] = (), op: str = "") -> None:
         """Counts a collective by the tensor that is the larger of input and output."""
         self._side(tensor)
-        self._count_once(operation, tensor, all(each.is_contiguous() for each in (tensor, *others)), op)
+        self._count_once(operation, tensor, all(_is_plain(each) for each in (tensor, *others)), op)
 
     def _count_once(self, operation: str, tensor: torch.Tensor, direct: bool, op: str = "") -> None:
         # Messages may come before ranks join on GPUs.
@@ -443,7 +453,7 @@ class _Calls:
 
         def call(communicator: Communicator) -> None:
             for output, tensor in pairs:
-                _all_gather_single(communicator, output, tensor.contiguous())
+                _all_gather_single(communicator, output, _plain(tensor))
 
         return self._collective(options, outputs, call, inputs)
 
@@ -485,7 +495,7 @@ class _Calls:
 
         def call(communicator: Communicator) -> None:
             for (output, tensor), how in zip(pairs, reductions, strict=True):
-                _reduce_scatter_single(communicator, output, tensor.contiguous(), how)
+                _reduce_scatter_single(communicator, output, _plain(tensor), how)
 
         return self._collective(options, outputs, call, inputs)
 
@@ -505,7 +515,7 @@ class _Calls:
         self._count("all_to_all_v" if has_splits else "all_to_all", source, [target])
 
         def call(communicator: Communicator) -> None:
-            dense = source.contiguous()
+            dense = _plain(source)
 
             def exchange(into: torch.Tensor) -> None:
                 if has_splits:
@@ -565,8 +575,8 @@ class _Calls:
         self._count(operation, first, others)
 
         def call(communicator: Communicator) -> None:
-            sources = [(peer, tensor.detach().contiguous()) for peer, tensor in sent]
-            targets = [(peer, tensor.detach(), tensor.detach().contiguous()) for peer, tensor in received]
+            sources = [(peer, _plain(tensor.detach())) for peer, tensor in sent]
+            targets = [(peer, tensor.detach(), _plain(tensor.detach())) for peer, tensor in received]
             with communicator.group() as group:
                 for peer, tensor in sources:
                     # Of the same call, an input may be where an output is.
@@ -575,7 +585,7 @@ class _Calls:
                 for peer, _, dense in targets:
                     group.recv(_elements(dense), peer)
             for _, tensor, dense in targets:
-                if not tensor.is_contiguous():
+                if not _is_plain(tensor):
                     tensor.copy_(dense)
 
         return self._collective(options, outputs, call, [first, *others])
@@ -613,7 +623,7 @@ class _Calls:
             if route is None:
                 route = _Route(self._store, ends, tensor.device, is_sender, self._timeout.total_seconds())
                 self._routes[key] = route
-        self._count_once("send" if is_sender else "recv", tensor, tensor.is_contiguous())
+        self._count_once("send" if is_sender else "recv", tensor, _is_plain(tensor))
         return self._noted(route.start(tensor))
 
     # What is asked of arguments.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -204,6 +204,28 @@ class AllReduceCommunicator:
             rank=self._rank,
             op=operation,
         )
+
+    def _are_tokens(self, tensor: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
+        """Whether a fused call takes the tensors, whatever ``hidden`` is."""
+
+        def refuse(reason: str) -> NoReturn:
+            operation = "all_reduce_rms_norm"
+            self._counts.refuse(operation, reason)
+            raise TensorError(f"{operation}: {reason}", rank=self._rank, op=operation)
+
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            refuse(f"the tensor's elements are of {tensor.dtype}; it takes float32, float16 and bfloat16")
+        for name, other in {"the tensor": tensor, **others}.items():
+            if other is None:
+                continue
+            dtype = torch.float8_e4m3fn if name == "quantised" else tensor.dtype
+            if other.dtype != dtype or other.device != tensor.device:
+                refuse(f"{name} is of {other.dtype} on {other.device}; it must be of {dtype} on {tensor.device}")
+            if not other.is_contiguous() or other.is_neg():
+                refuse(f"{name} is not contiguous, or a negative view; give tensor.resolve_neg().contiguous()")
+        out, residual = others["out"], others["residual"]
+        if out is not None and residual is not None and out.data_ptr() == residual.data_ptr() and out.numel():
+            refuse("out and residual are the same memory; both are written")
 
     def _count(
         self,
@@ -458,6 +480,7 @@ class AllReduceCommunicator:
             )
         result = torch.empty_like(tensor, requires_grad=False) if out is None else out
         self._fits("all_reduce_rms_norm", result, tensor.shape, tensor)
+        self._are_tokens(tensor, {"weight": weight, "residual": residual, "quantised": quantised, "out": result})
         rest: Any = {"residual": residual, "epsilon": epsilon, "quantised": quantised, "scale": scale, "per": per}
         fused = weight.shape[0] % 8 == 0 and weight.shape[0] <= FUSED_HIDDEN
         path = "fused" if fused else "unfused"

@@ -15,6 +15,7 @@ Graphs cannot hold objects, so ops name their communicator: :func:`register` giv
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,6 @@ def _all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def _all_reduce_(tensor: torch.Tensor, op: str, group: str) -> None:
-    _without_gradients("all_reduce_", tensor)
     _named(group).all_reduce_(tensor, op)
 
 
@@ -94,21 +94,27 @@ def _reduce_scatter(tensor: torch.Tensor, op: str, world_size: int, group: str) 
 
 
 def _all_reduce_rms_norm(tensor: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str) -> torch.Tensor:
-    _without_gradients("all_reduce_rms_norm", tensor, weight)
     return _named(group).all_reduce_rms_norm(tensor, weight, epsilon=epsilon)
 
 
 def _all_reduce_add_rms_norm(
     tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
 ) -> torch.Tensor:
-    _without_gradients("all_reduce_add_rms_norm", tensor, residual, weight)
     return _named(group).all_reduce_rms_norm(tensor, weight, residual=residual, epsilon=epsilon)
 
 
-def _without_gradients(op: str, *tensors: torch.Tensor) -> None:
-    """They would pass as if nothing had been done."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise UsageError(f"{op} has no gradients; call it under torch.no_grad(), or take ops that have")
+def _without_gradients(name: str) -> Callable[..., Any]:
+    """What autograd runs of an op that has no gradients, also while it is traced: they would pass as if nothing had
+    been done."""
+
+    def run(*arguments: Any) -> Any:
+        needed = (each.requires_grad for each in arguments if isinstance(each, torch.Tensor))
+        if torch.is_grad_enabled() and any(needed):
+            raise UsageError(f"{name} has no gradients; call it under torch.no_grad(), or take ops that have")
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.crossweft, name)(*arguments)
+
+    return run
 
 
 # What they give, for tracing.
@@ -208,7 +214,9 @@ def _define() -> torch.library.Library:
         for key in ("CPU", "CUDA"):
             library.impl(name, run, key)
         torch.library.register_fake(f"crossweft::{name}", fake, lib=library)
-        if backward is not None:
+        if backward is None:
+            library.impl(name, _without_gradients(name), "Autograd")
+        else:
             torch.library.register_autograd(f"crossweft::{name}", backward, setup_context=_keep, lib=library)
     return library
 
