@@ -133,22 +133,9 @@ impl Cache {
         }
     }
 
-    /// Writes a file of that name into the directory, whole or not at all, and returns its path; none where nothing is
-    /// kept.
-    ///
-    /// # Errors
-    /// It cannot be written.
-    pub fn store_file(&self, name: &str, text: &[u8]) -> io::Result<Option<PathBuf>> {
-        let Some(directory) = &self.directory else {
-            return Ok(None);
-        };
-        write(directory, name, &[text])?;
-        Ok(Some(directory.join(name)))
-    }
-
-    /// Has `change` make a new file of that name out of what it holds, if that can be read, and writes it as
-    /// [`store_file`](Self::store_file) does. Who else does so meanwhile, in whatever process, comes before or after. Blocks
-    /// for ten seconds at most.
+    /// Has `change` make a new file of that name out of what it holds, if that can be read, writes it whole or not at all, and
+    /// returns its path; none where nothing is kept. Who else does so meanwhile, in whatever process, comes before or after.
+    /// Blocks for ten seconds at most.
     ///
     /// # Errors
     /// It cannot be written, or another process is at it for too long.
@@ -164,7 +151,8 @@ impl Cache {
         // Beside the file, which is replaced; until this is dropped.
         let _lock = lock(&directory.join(format!(".{name}.lock")))?;
         let there = self.file(name).ok().flatten();
-        self.store_file(name, &change(there))
+        write(directory, name, &[&change(there)])?;
+        Ok(Some(directory.join(name)))
     }
 
     /// The value stored under `key`, if it is there and whole.
@@ -193,7 +181,8 @@ impl Cache {
     pub(super) fn store(&self, key: &Key, value: &[u8]) {
         let header: [&[u8]; 2] = [MAGIC, &Sha256::digest(value)];
         if let Some(directory) = &self.directory
-            && let Err(error) = write(directory, &key.name, &[header[0], header[1], value])
+            && let Err(error) = make(directory)
+                .and_then(|()| write(directory, &key.name, &[header[0], header[1], value]))
         {
             tracing::debug!(directory = %directory.display(), %error, "nothing is cached");
         }
@@ -281,7 +270,6 @@ fn make(directory: &Path) -> io::Result<()> {
 }
 
 fn write(directory: &Path, name: &str, parts: &[&[u8]]) -> io::Result<()> {
-    make(directory)?;
     // Containers, or hosts, with one home may have the same numbers for processes and threads: a number by chance as well, and
     // what somebody else has is not touched.
     let (process, thread) = (std::process::id(), std::thread::current().id());
@@ -312,6 +300,10 @@ mod tests {
 
     fn key() -> Key {
         Key::new("t", &[b"ab", b"c"])
+    }
+
+    fn store(cache: &Cache, text: &[u8]) -> io::Result<Option<PathBuf>> {
+        cache.update_file("t.json", |_| text.to_vec())
     }
 
     #[test]
@@ -364,15 +356,18 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let cache = Cache::at(&directory.path().join("a"));
         assert_eq!(cache.file("t.json").unwrap(), None);
-        let path = cache.store_file("t.json", b"{}").unwrap().unwrap();
+        let path = store(&cache, b"{}").unwrap().unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"{}");
         assert_eq!(cache.file("t.json").unwrap().unwrap(), b"{}");
         let names = fs::read_dir(directory.path().join("a")).unwrap();
-        assert_eq!(names.count(), 1, "nothing is left beside it");
+        let mut names: Vec<_> = names.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        let expected = [".t.json.lock", "t.json"];
+        assert_eq!(names, expected, "nothing is left beside it but the lock");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o622)).unwrap();
         assert!(cache.file("t.json").is_err());
-        assert_eq!(Cache::none().store_file("t.json", b"{}").unwrap(), None);
-        assert!(Cache::at(&path).store_file("t.json", b"{}").is_err());
+        assert_eq!(store(&Cache::none(), b"{}").unwrap(), None);
+        assert!(store(&Cache::at(&path), b"{}").is_err());
     }
 
     #[test]
@@ -426,7 +421,7 @@ mod tests {
             .join(format!(".t.json.{process}.{thread:?}"));
         let mut other = fs::File::create(&theirs).unwrap();
         other.write_all(b"{\"half").unwrap();
-        cache.store_file("t.json", b"{}").unwrap();
+        store(&cache, b"{}").unwrap();
         other.write_all(b"\": 1}").unwrap();
         assert_eq!(cache.file("t.json").unwrap().unwrap(), b"{}");
         assert!(theirs.exists());
