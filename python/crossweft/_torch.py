@@ -53,8 +53,8 @@ def from_store(
 ) -> Communicator:
     """The communicator of ranks that share a ``torch.distributed.Store``, and no process group. Collective.
 
-    The key ``crossweft`` of the store must be used for nothing else, so give each job a ``PrefixStore``. ``bind`` is as
-    for a process group.
+    The key ``crossweft`` of the store must be used for nothing else, so give each job a ``PrefixStore``: while they join,
+    for then it is gone again. ``bind`` is as for a process group.
     """
     key = "crossweft"
     if rank == 0:
@@ -62,4 +62,11 @@ def from_store(
         store.set(key, str(unique_id))
     else:
         unique_id = UniqueId.from_text(store.get(key).decode())
-    return Communicator(rank, world_size, unique_id, device=device, timeout=timeout)
+    try:
+        communicator = Communicator(rank, world_size, unique_id, device=device, timeout=timeout)
+    finally:
+        # What is made next of the same store must not find it.
+        if rank == 0:
+            store.delete_key(key)
+    communicator.barrier()
+    return communicator

@@ -484,3 +484,69 @@ def test_import_needs_nothing(python) -> None:
         "print(plan.run_local([bytearray(b'12'), bytearray(b'ab')])[1])"
     )
     assert ran.stdout == "bytearray(b'\\x92\\x94')\n", ran.stderr
+
+
+FORKS = """
+import os, sys, threading, warnings
+import crossweft as cw
+from crossweft import moe
+
+# Of forks beside threads.
+warnings.simplefilter("ignore", DeprecationWarning)
+
+unique_id = cw.UniqueId()
+communicators = [None, None]
+
+def join(rank):
+    communicators[rank] = cw.Communicator(rank, 2, unique_id, timeout=30)
+
+def both(call):
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+
+def use(rank):
+    communicator = communicators[rank]
+    data = bytearray(b"\\1" * 100_000)
+    communicator.all_reduce(data)
+    assert set(data) == {2}
+    got = bytearray(1)
+    with communicator.group() as group:
+        group.send(bytearray([rank]), 1 - rank)
+        group.recv(got, 1 - rank)
+    assert got[0] == 1 - rank
+
+def prepare(rank):
+    prepared[rank] = cw.Plan.all_reduce("ring", 2).prepare(communicators[rank], dtype="u8", max_bytes=100)
+    groups[rank] = moe.Group(communicators[rank], experts=2, max_tokens=4, hidden=32, top_k=1, dtype="f32")
+
+prepared, groups = [None, None], [None, None]
+for call in (join, use, prepare):
+    both(call)
+child = os.fork()
+if child == 0:
+    mine = communicators[1]
+    data = bytearray(8)
+    calls = [
+        lambda: mine.all_reduce(data), mine.barrier, lambda: mine.send(data, 0), mine.check, mine.leave,
+        lambda: mine.abort("no"), lambda: mine.check_peer(0, "a test"), lambda: prepared[1].run(data),
+        lambda: moe.Group(mine, experts=2, max_tokens=4, hidden=32, top_k=1, dtype="f32"),
+    ]
+    for index, call in enumerate(calls):
+        try:
+            call()
+        except cw.UsageError as error:
+            assert "only forked" in str(error), error
+        else:
+            print(f"call {index} went through")
+    with mine:
+        # All objects go with the interpreter.
+        sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+both(use)
+"""
+
+
+def test_a_forked_child_leaves_a_communicator_to_its_parent(python) -> None:
+    ran = python(FORKS)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "7\n", "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import torchrun
+from conftest import killed, torchrun
 
 HERE = Path(__file__).parent
 
@@ -34,3 +34,19 @@ def test_training() -> None:
 def test_checks_of_torch() -> None:
     printed = torchrun(2, HERE / "checks_script.py", TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert {"rank 0 ok", "rank 1 ok"} <= set(printed.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("again", ["again ok", "again ok"]),
+        ("left", ["left ok", "left ok"]),
+        ("under_way", ["True", "under way ok"]),
+    ],
+)
+def test_ends(case: str, said: list[str]) -> None:
+    assert torchrun(2, HERE / "ends_script.py", case).splitlines() == said
+
+
+def test_a_rank_dies_before_its_first_message() -> None:
+    assert killed(HERE / "ends_script.py", "first_message") == "first message ok\n"

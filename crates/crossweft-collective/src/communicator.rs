@@ -420,6 +420,14 @@ impl Communicator {
         Ok(self.endpoint.group().all_gather(payload, self.deadline())?)
     }
 
+    /// Whether `peer` may still do its part in what this rank is `doing`. Local, does not block.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Net`]: a rank died or ended the job, or that one has left.
+    pub fn check_peer(&self, peer: u32, doing: &str) -> Result<(), CollectiveError> {
+        Ok(self.endpoint.group().check_peer(peer, doing)?)
+    }
+
     /// Ends the job: every wait on every rank ends with an error that gives `reason`. Local; may
     /// be called from any thread.
     pub fn abort(&self, reason: &str) {

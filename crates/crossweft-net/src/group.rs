@@ -208,6 +208,29 @@ impl Group {
         &self.shared.liveness
     }
 
+    /// Whether `rank` may still do its part in what this rank is `doing`. Does not block.
+    ///
+    /// # Errors
+    /// [`NetError::PeerDied`] and [`NetError::Aborted`]: nobody can go on. [`NetError::PeerLeft`]: that rank has left.
+    /// [`NetError::InvalidRank`]: there is no such rank.
+    pub fn check_peer(&self, rank: u32, doing: &str) -> Result<(), NetError> {
+        let (liveness, world_size) = (self.liveness(), self.world_size());
+        if rank >= world_size {
+            return Err(NetError::InvalidRank { rank, world_size });
+        }
+        if let Some(failure) = liveness.failure() {
+            return Err(NetError::from_failure(&failure, doing));
+        }
+        match liveness.peer(rank) {
+            PeerState::Left => Err(NetError::PeerLeft {
+                rank,
+                why: liveness.why_left(rank),
+                during: doing.to_owned(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// Stops the job: every wait of every rank fails with [`NetError::Aborted`] and this reason.
     ///
     /// Usually returns when the neighbours' hosts have the news, so that the process may end at once;
@@ -399,14 +422,9 @@ impl Group {
     /// The fd socket of a rank is gone; soon the mesh will know why.
     fn verdict(&self, rank: u32, reason: String, during: String, deadline: Instant) -> NetError {
         let deadline = deadline.min(Instant::now() + VERDICT);
-        let liveness = self.liveness();
         loop {
-            if let Some(failure) = liveness.failure() {
-                return NetError::from_failure(&failure, during);
-            }
-            if liveness.peer(rank) == PeerState::Left {
-                let why = liveness.why_left(rank);
-                return NetError::PeerLeft { rank, why, during };
+            if let Err(error) = self.check_peer(rank, &during) {
+                return error;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {

@@ -144,6 +144,8 @@ fn a_killed_process_is_named_by_every_wait_of_every_rank() {
             let elapsed = started.elapsed();
             assert_eq!(group.liveness().peer(victim), PeerState::Dead);
             assert!(group.liveness().stopped());
+            let error = group.check_peer(killer, "a test").unwrap_err();
+            assert!(matches!(error, NetError::PeerDied { rank, .. } if rank == victim));
             elapsed
         });
         let slowest = times.into_iter().max().unwrap();

@@ -397,6 +397,15 @@ fn leaving_is_no_failure_but_is_noticed() {
             "{error}"
         );
         assert_eq!(group.liveness().peer(2), PeerState::Left);
+        group.check_peer(3, "a test").unwrap();
+        assert!(matches!(
+            group.check_peer(2, "a test"),
+            Err(NetError::PeerLeft { rank: 2, during, .. }) if during == "a test"
+        ));
+        assert!(matches!(
+            group.check_peer(5, "a test"),
+            Err(NetError::InvalidRank { rank: 5, .. })
+        ));
         assert!(
             !group.liveness().stopped(),
             "{:?}",

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::mem::{forget, take};
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -22,6 +23,7 @@ use pyo3::types::PyBytes;
 
 use crate::error::{self, Exception};
 use crate::exchange::{self, Call, Layout, Message, MessageGroup, Way};
+use crate::own::Own;
 use crate::plan::{self, Plan};
 use crate::pool::{self, Places, Pool};
 use crate::rms_norm;
@@ -40,7 +42,7 @@ fn net(error: &NetError) -> PyErr {
 pub(crate) struct UniqueId {
     id: CoreId,
     /// In the process that made it.
-    _rendezvous: Option<Rendezvous>,
+    _rendezvous: Option<Own<Rendezvous>>,
 }
 
 #[pymethods]
@@ -57,7 +59,7 @@ impl UniqueId {
         let rendezvous = Rendezvous::start(&options).map_err(|error| net(&error))?;
         Ok(Self {
             id: rendezvous.unique_id(),
-            _rendezvous: Some(rendezvous),
+            _rendezvous: Some(Own::new(rendezvous)),
         })
     }
 
@@ -105,7 +107,19 @@ impl UniqueId {
 /// One rank of a job.
 #[pyclass(frozen, module = "crossweft")]
 #[derive(Debug)]
-pub(crate) struct Communicator {
+pub(crate) struct Communicator(Own<Rank>);
+
+impl Deref for Communicator {
+    type Target = Rank;
+
+    fn deref(&self) -> &Rank {
+        &self.0
+    }
+}
+
+/// It, with what it has prepared.
+#[derive(Debug)]
+pub(crate) struct Rank {
     core: Core,
     signals: Signals,
     plans: Mutex<HashMap<PlanKey, Arc<Staged>>>,
@@ -122,7 +136,7 @@ pub(crate) struct Communicator {
     watch: Option<Watch>,
 }
 
-impl Drop for Communicator {
+impl Drop for Rank {
     fn drop(&mut self) {
         if let Some(pool) = self.pool.get() {
             pool.abandon();
@@ -251,7 +265,7 @@ impl Communicator {
             Device::Cuda(_) => Some(Watch::start(core.endpoint())?),
             _ => None,
         };
-        Ok(Self {
+        Ok(Self(Own::new(Rank {
             core,
             signals,
             plans: Mutex::default(),
@@ -263,7 +277,7 @@ impl Communicator {
             exchange: Mutex::default(),
             pool: OnceLock::new(),
             watch,
-        })
+        })))
     }
 
     /// Does something collective that is not a launch. Streams may be being captured meanwhile.
@@ -272,6 +286,7 @@ impl Communicator {
         py: Python<'_>,
         work: impl FnOnce(&Core) -> Result<T, crossweft_collective::CollectiveError> + Send,
     ) -> PyResult<T> {
+        self.here()?;
         let work = || match self.core.device() {
             // On the thread that does it.
             Device::Cuda(context) => {
@@ -327,6 +342,11 @@ impl Communicator {
 
     pub(crate) fn failed_moe(&self, error: &MoeError) -> PyErr {
         self.signals.or(error::of_moe(error, &self.core))
+    }
+
+    /// Refuses to be used by a process that was forked from the one that has joined.
+    pub(crate) fn here(&self) -> PyResult<()> {
+        self.0.here()
     }
 
     pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
@@ -615,6 +635,7 @@ impl Communicator {
 
     /// Whether `place` is where this rank computes; memory elsewhere that it can reach by copying is not.
     pub(crate) fn computes_on(&self, place: Place) -> PyResult<bool> {
+        self.here()?;
         match (self.core.device(), place) {
             (Device::Cpu, Place::Host) => Ok(true),
             (Device::Cuda(_), Place::Host) => Ok(false),
@@ -921,6 +942,9 @@ impl Communicator {
         error: &Bound<'_, PyAny>,
         _traceback: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
+        if self.0.is_forked() {
+            return Ok(());
+        }
         if error.is_none() {
             self.core.leave();
         } else {
@@ -1072,6 +1096,7 @@ impl Communicator {
 
     /// Raises what went wrong in launches on streams, once those have come to their end.
     fn check(&self) -> PyResult<()> {
+        self.here()?;
         let collectives = lock(&self.collectives).values().cloned().collect();
         let replaced = lock(&self.replaced_collectives).clone();
         for prepared in Vec::<Arc<Prepared>>::into_iter(collectives).chain(replaced) {
@@ -1095,12 +1120,23 @@ impl Communicator {
         }
     }
 
-    fn abort(&self, reason: &str) {
-        self.core.abort(reason);
+    /// Raises why a rank will not do its part in what this one is doing, if it will not.
+    fn check_peer(&self, peer: u32, doing: &str) -> PyResult<()> {
+        self.here()?;
+        let checked = self.core.check_peer(peer, doing);
+        checked.map_err(|error| self.failed(&error))
     }
 
-    fn leave(&self) {
+    fn abort(&self, reason: &str) -> PyResult<()> {
+        self.here()?;
+        self.core.abort(reason);
+        Ok(())
+    }
+
+    fn leave(&self) -> PyResult<()> {
+        self.here()?;
         self.core.leave();
+        Ok(())
     }
 
     /// Reduces `input` of all ranks into `output`, or in place.
@@ -1438,7 +1474,7 @@ impl Communicator {
 #[derive(Debug)]
 pub(crate) struct PreparedPlan {
     communicator: Py<Communicator>,
-    staged: Arc<Staged>,
+    staged: Own<Arc<Staged>>,
     dtype: DataType,
     takes_host: bool,
     blocks: (u32, u32),
@@ -1446,8 +1482,11 @@ pub(crate) struct PreparedPlan {
 
 impl Drop for PreparedPlan {
     fn drop(&mut self) {
+        if self.staged.is_forked() {
+            return;
+        }
         // Not where it goes itself, which holds the interpreter.
-        let staged = &self.staged;
+        let staged = &*self.staged;
         detached(|| {
             if staged.finish().is_err() {
                 forget(Arc::clone(staged));
@@ -1478,7 +1517,7 @@ impl PreparedPlan {
         let staged = owner.prepare_plan(py, plan, (dtype, op, false), max_bytes)?;
         Ok(Self {
             communicator: communicator.clone().unbind(),
-            staged,
+            staged: Own::new(staged),
             dtype,
             takes_host,
             blocks: (plan.core.input_blocks, plan.core.output_blocks),

@@ -8,6 +8,7 @@
 //! * `rms_norm`: all-reduces with what follows them in a transformer;
 //! * `exchange`: messages between pairs of ranks, collectives with blocks of any size;
 //! * `moe`: mixtures of experts;
+//! * `own`: what a forked process leaves to its parent;
 //! * `pool`: symmetric memory for torch's allocator;
 //! * `tensor`: memory of other libraries (`dlpack`, `buffer`);
 //! * `error`: exceptions, whose classes are `crossweft.errors`;
@@ -28,6 +29,7 @@ mod exchange;
 mod language;
 mod moe;
 mod moe_cuda;
+mod own;
 mod plan;
 mod pool;
 mod rms_norm;

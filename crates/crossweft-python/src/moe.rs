@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 use crate::communicator::Communicator;
 use crate::error::Exception;
 use crate::moe_cuda::Site;
+use crate::own::Own;
 use crate::plan;
 use crate::tensor::Tensor;
 use crate::wait::interruptible;
@@ -354,7 +355,7 @@ impl Made {
 #[pyclass(frozen, module = "crossweft")]
 pub(crate) struct MoeGroup {
     communicator: Py<Communicator>,
-    core: Arc<Group>,
+    core: Own<Arc<Group>>,
 }
 
 impl MoeGroup {
@@ -407,6 +408,7 @@ impl MoeGroup {
         });
         options.masking = masking;
         options.timeout = timeout.map_or(Ok(job.limit()), plan::duration)?;
+        job.here()?;
         let (endpoint, deadline) = (job.endpoint(), Instant::now() + job.limit());
         let made = interruptible(
             py,
@@ -414,6 +416,7 @@ impl MoeGroup {
             |reason| job.abort_because(reason),
         )?;
         let core = made.map_err(|error| job.failed_moe(&error))?;
+        let core = Own::new(core);
         Ok(Self { communicator, core })
     }
 
@@ -622,6 +625,7 @@ pub(crate) struct MoeHandle {
 impl MoeHandle {
     /// The pass, alone: a thread that waited here for another one would hold the interpreter.
     pub(crate) fn pass(&self) -> PyResult<MutexGuard<'_, Pass>> {
+        self.group.get().core.here()?;
         match self.pass.try_lock() {
             Ok(pass) => Ok(pass),
             Err(TryLockError::Poisoned(poisoned)) => Ok(PoisonError::into_inner(poisoned)),

@@ -8,6 +8,7 @@ by the first one.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -22,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from .._counts import Counts
 from .._crossweft import Communicator
 from .._torch import from_store
-from ..errors import Error, TensorError, UsageError
+from ..errors import Error, PeerLost, TensorError, Timeout, UsageError
 from ._dtypes import DTYPES, op_name, reduce_op
 from ._lane import Lane
 from ._sides import Call, CudaSide, CudaWork, HostSide, HostWork
@@ -177,20 +178,21 @@ class _Route:
     def __init__(
         self,
         store: c10d.Store,
+        group: Communicator,
         ends: tuple[int, int, int],
         device: torch.device,
-        is_sender: bool,
-        timeout: float,
     ) -> None:
         source, destination, tag = ends
         self._words = f"message of tag {tag} from rank {source} to rank {destination}"
         self._lane = Lane(f"crossweft messages from {source} to {destination}")
         self._store = c10d.PrefixStore(f"{device.type}:{source}>{destination}:{tag}", store)
+        self._group = group
         self._device = device
-        self._is_sender = is_sender
-        self._timeout = timeout
+        self._is_sender = source == group.rank
+        self._peer = destination if self._is_sender else source
         self._communicator: Communicator | None = None
         self._cuda: CudaSide | None = None
+        self._is_ended = False
 
     def start(self, tensor: torch.Tensor) -> HostWork | CudaWork:
         """Sends the tensor, or receives into it, in the background. On a GPU behind what is on the current stream."""
@@ -226,25 +228,75 @@ class _Route:
 
     def _joined(self) -> Communicator:
         if self._communicator is None:
-            # The group's connection would be held while this waits.
-            store, rank = self._store.clone(), 0 if self._is_sender else 1
-            self._communicator = from_store(store, rank, 2, device=str(self._device), timeout=self._timeout)
+            own, other = ("sender", "receiver") if self._is_sender else ("receiver", "sender")
+            timeout = self._group.timeout
+            try:
+                # The group's connection would be held while this waits.
+                store = self._store.clone()
+                store.set(own, "")
+                try:
+                    self._meet(store, other, time.monotonic() + timeout)
+                    rank = 0 if self._is_sender else 1
+                    self._communicator = from_store(store, rank, 2, device=str(self._device), timeout=timeout)
+                finally:
+                    store.delete_key(own)
+            except dist.DistError as error:
+                # Whoever has the store may be who has died.
+                self._group.check_peer(self._peer, self._words)
+                raise PeerLost(f"{self._words}: the store at which ranks meet is gone: {error}") from error
         return self._communicator
 
+    def _meet(self, store: c10d.Store, other: str, deadline: float) -> None:
+        """Waits until the other rank is there, for as long as the group says that it may come."""
+        pause = 0.0005
+        while not store.check([other]):
+            self._group.check_peer(self._peer, self._words)
+            if time.monotonic() > deadline:
+                raise Timeout(f"{self._words}: rank {self._peer} has not come within {self._group.timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
     def end(self, reason: str | None) -> None:
-        """Ends what is under way, if there is a reason, or leaves when all is done."""
+        """Ends what is under way, if there is a reason, or leaves when all is done. Only the first call does."""
+        if self._is_ended:
+            return
+        self._is_ended = True
         communicator = self._communicator
         if communicator is not None:
             if reason is not None:
-                communicator.abort(reason)
+                self.abort(reason)
             elif self._cuda is not None:
                 torch.cuda.synchronize(self._device)
             self._lane.start(communicator.leave)
         self._lane.close()
 
-    def wait(self, patience: float) -> None:
-        """Waits until what :meth:`end` ends has ended, at most so many seconds."""
-        self._lane.close(patience)
+    def abort(self, reason: str) -> None:
+        """Ends what is under way."""
+        if self._communicator is not None:
+            self._communicator.abort(reason)
+
+    def wait(self, patience: float) -> bool:
+        """Ends when all has been passed on, for which it waits at most so many seconds. Whether it has."""
+        return self._lane.close(patience)
+
+
+def _close(communicator: Communicator, lane: Lane, routes: dict[Any, _Route], process: int) -> None:
+    """Called when nothing needs a group any more, the latest when the interpreter ends: its threads must have ended."""
+    if process != os.getpid():
+        return
+    for reason in (None, f"rank {communicator.rank} has ended with calls under way"):
+        if reason is not None:
+            communicator.abort(reason)
+            for route in routes.values():
+                route.abort(reason)
+        if _wait([lane.close, *(route.wait for route in routes.values())]):
+            return
+
+
+def _wait(waits: Sequence[Callable[[float], bool]]) -> bool:
+    """Makes them, patiently; whether all came to their ends."""
+    deadline = time.monotonic() + _PATIENCE
+    return all([wait(max(0.0, deadline - time.monotonic())) for wait in waits])
 
 
 class _Calls:
@@ -275,6 +327,7 @@ class _Calls:
         self._lock = threading.Lock()
         # Collectives until now.
         self._sequence = 0
+        weakref.finalize(self, _close, self._communicator, self._lane, self._routes, os.getpid())
 
     # What it is.
 
@@ -300,13 +353,11 @@ class _Calls:
     def _end(self, reason: str | None) -> None:
         self._lane.close()
         with self._lock:
-            routes, self._routes = self._routes, {}
-        for route in routes.values():
+            routes = list(self._routes.values())
+        for route in routes:
             route.end(reason)
         # The interpreter may be about to end.
-        deadline = time.monotonic() + _PATIENCE
-        for wait in [self._lane.close, *(route.wait for route in routes.values())]:
-            wait(max(0.0, deadline - time.monotonic()))
+        _wait([self._lane.close, *(route.wait for route in routes)])
 
     # How it runs.
 
@@ -606,24 +657,24 @@ class _Calls:
     # Messages.
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> HostWork | CudaWork:
-        return self._message(_single(tensors), (self._rank, destination, tag), True)
+        return self._message("send", _single(tensors), (self._rank, destination, tag))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> HostWork | CudaWork:
-        return self._message(_single(tensors), (source, self._rank, tag), False)
+        return self._message("recv", _single(tensors), (source, self._rank, tag))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> HostWork | CudaWork:
         raise UsageError(f"{NAME} does not receive from any source; name the rank")
 
-    def _message(self, tensor: torch.Tensor, ends: tuple[int, int, int], is_sender: bool) -> HostWork | CudaWork:
+    def _message(self, operation: str, tensor: torch.Tensor, ends: tuple[int, int, int]) -> HostWork | CudaWork:
         if tensor.device.type not in ("cpu", "cuda"):
             raise TensorError(f"{NAME} takes host and CUDA tensors, not those on {tensor.device}")
         key = (*ends, tensor.device)
         with self._lock:
             route = self._routes.get(key)
             if route is None:
-                route = _Route(self._store, ends, tensor.device, is_sender, self._timeout.total_seconds())
+                route = _Route(self._store, self._communicator, ends, tensor.device)
                 self._routes[key] = route
-        self._count_once("send" if is_sender else "recv", tensor, _is_plain(tensor))
+        self._count_once(operation, tensor, _is_plain(tensor))
         return self._noted(route.start(tensor))
 
     # What is asked of arguments.

@@ -54,8 +54,8 @@ class Lane:
             self._changed.notify_all()
         return future
 
-    def close(self, patience: float = 0.0) -> None:
-        """Ends the thread once all calls have been made. Waits for it at most ``patience`` seconds.
+    def close(self, patience: float = 0.0) -> bool:
+        """Ends the thread once all calls have been made. Waits for it at most ``patience`` seconds, and says if it has.
 
         A thread that is in a call, or lets go of its tensors, while the interpreter ends takes the process with it.
         """
@@ -63,8 +63,10 @@ class Lane:
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience)
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(patience)
+        return not thread.is_alive()
 
     def _done(self) -> None:
         with self._changed:
