@@ -187,7 +187,8 @@ def _nobody_gets_one() -> None:
     assert Broken.create(dist.group.WORLD, torch.device("cpu"), "c", log) is None
     assert [message.partition(" is not used for ")[2] for message in messages] == [
         "a, the engine's own collectives are: max_bytes is 100 on rank 0 and 101 on rank 1; give all ranks the same",
-        "b, the engine's own collectives are: rank 1: invalid literal for int() with base 10: 'many'",
+        "b, the engine's own collectives are: rank 1: CROSSWEFT_MAX_BYTES is 'many', which is no int above 0; "
+        "the usual one is 16777216",
         "d, the engine's own collectives are: rank 0: CROSSWEFT_DTYPES: torch has no type 'tensor'; give such as "
         "bfloat16,float16,float32",
         "c, the engine's own collectives are: rank 1: MemoryError: no room",

@@ -106,6 +106,8 @@ def what_is_not_supported_says_so() -> None:
     )
     raises(cw.TensorError, "does not reduce elements of torch.float8_e4m3fnuz",
            lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e4m3fnuz)))  # fmt: skip
+    raises(cw.TensorError, "takes strided tensors", lambda: dist.all_reduce(torch.eye(3).to_sparse()))
+    raises(cw.UsageError, "rank 7 is the root", lambda: dist.broadcast(torch.ones(3), 7))
     dist.barrier()
 
 

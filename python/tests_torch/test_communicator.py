@@ -74,6 +74,7 @@ def test_operations_of_torch() -> None:
         assert torch_communicator.why_not(tensor, dist.ReduceOp.BAND) == "there is no operation BAND"
         with pytest.raises(cw.TensorError, match="no operation BAND"):
             torch_communicator.all_reduce(tensor, dist.ReduceOp.BAND)
+        assert torch_communicator.why_not(tensor, None) == "there is no operation NONE"
 
     in_threads(RANKS, rank_main)
 

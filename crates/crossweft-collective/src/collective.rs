@@ -287,14 +287,19 @@ impl PreparedCollective {
             max_bytes,
             ..
         } = *request;
+        let usage = |reason: String| {
+            let reason = format!("{}: {reason}", collective.name());
+            Err(CollectiveError::Usage { rank, reason })
+        };
+        if let Some(root) = collective.root()
+            && root >= world_size
+        {
+            return usage(format!(
+                "rank {root} is the root, but there are {world_size} ranks"
+            ));
+        }
         if options.pre_multiply.is_some() && !collective.reduces() {
-            return Err(CollectiveError::Usage {
-                rank,
-                reason: format!(
-                    "{}: there is no sum to multiply inputs for",
-                    collective.name()
-                ),
-            });
+            return usage("there is no sum to multiply inputs for".to_owned());
         }
         let mut selector = match options.algorithm {
             Some(algorithm) if algorithm.needs_registered() && place == Place::Private => {
@@ -303,10 +308,7 @@ impl PreparedCollective {
             Some(algorithm) => {
                 let candidate = Candidate::from(algorithm);
                 if candidate.refusal(request) == Some(Refusal::NotInRankOrder) {
-                    return Err(CollectiveError::Usage {
-                        rank,
-                        reason: format!("{algorithm}: {}", Refusal::NotInRankOrder),
-                    });
+                    return usage(format!("{algorithm}: {}", Refusal::NotInRankOrder));
                 }
                 Selector::forced(algorithm, collective, world_size, max_bytes)
             }

@@ -529,7 +529,9 @@ fn what_does_not_fit_is_said_before_anything_is_done() {
         let options = || CollectiveOptions::copies(DataType::F32, 64);
         let error = communicator.broadcast(2, options()).unwrap_err();
         assert!(
-            error.to_string().contains("its root is rank 2, of 2"),
+            error
+                .to_string()
+                .contains("broadcast: rank 2 is the root, but there are 2 ranks"),
             "{error}"
         );
         let error = communicator.all_gather(options().algorithm(Algorithm::Ring));

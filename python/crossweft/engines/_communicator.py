@@ -19,6 +19,7 @@ from ..torch import AllReduceCommunicator
 from ..torch._dtypes import DTYPES
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 #: The largest tensor that is taken unless ``CROSSWEFT_MAX_BYTES`` says otherwise: what decoding reduces. Memory is set
 #: aside for it.
@@ -55,10 +56,24 @@ class Settings:
             crossweft=__version__,
             host=_host(),
             device=device.type,
-            max_bytes=int(os.environ.get("CROSSWEFT_MAX_BYTES", MAX_BYTES)),
-            timeout=float(os.environ.get("CROSSWEFT_TIMEOUT", TIMEOUT)),
+            max_bytes=_number("CROSSWEFT_MAX_BYTES", int, MAX_BYTES),
+            timeout=_number("CROSSWEFT_TIMEOUT", float, TIMEOUT),
             dtypes=dtypes,
         )
+
+
+def _number(variable: str, kind: type[N], usual: N) -> N:
+    """What a variable says, which is more than 0."""
+    said = os.environ.get(variable)
+    if said is None:
+        return usual
+    try:
+        number = kind(said)
+    except ValueError:
+        number = kind("0")
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{variable} is {said!r}, which is no {kind.__name__} above 0; the usual one is {usual}")
+    return number
 
 
 class EngineCommunicator(AllReduceCommunicator):

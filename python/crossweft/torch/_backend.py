@@ -441,6 +441,7 @@ class _Calls:
     def allreduce_coalesced(self, tensors: list[torch.Tensor], options: Any) -> HostWork | CudaWork | None:
         reductions = [_Reduction(options.reduceOp, tensor.dtype) for tensor in tensors]
         for tensor, how in zip(tensors, reductions, strict=True):
+            self._check(tensor, [])
             self._count("all_reduce", tensor, op=how.op)
 
         def call(communicator: Communicator) -> None:
@@ -451,6 +452,7 @@ class _Calls:
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> HostWork | CudaWork | None:
         tensor, root = _single(tensors).detach(), options.rootRank
+        self._check(tensor, [])
         self._count("broadcast", tensor)
 
         def call(communicator: Communicator) -> None:
@@ -461,6 +463,7 @@ class _Calls:
     def reduce(self, tensors: list[torch.Tensor], options: Any) -> HostWork | CudaWork | None:
         tensor, root = _single(tensors).detach(), options.rootRank
         how = _Reduction(options.reduceOp, tensor.dtype)
+        self._check(tensor, [])
         self._count("reduce", tensor, op=how.op)
 
         def call(communicator: Communicator) -> None:
@@ -583,7 +586,7 @@ class _Calls:
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits and rows % self._world_size == 0:
             splits = [rows // self._world_size] * self._world_size
-        if len(splits) != self._world_size or sum(splits) != rows:
+        if len(splits) != self._world_size or sum(splits) != rows or min(splits) < 0:
             raise TensorError(f"all_to_all: {rows} rows cannot be split among {self._world_size} ranks as {splits}")
         row = tensor.nbytes // rows if rows else 0
         return [split * row for split in splits]

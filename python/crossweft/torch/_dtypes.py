@@ -36,12 +36,13 @@ _USUAL: dict[str, tuple[_Op, None]] = {name.lower(): (op, None) for name, op in 
 
 
 def _kind(op: ReduceOp) -> tuple[str, Any]:
-    """Its name in capitals, and what a PREMUL_SUM multiplies by."""
-    scale = None
+    """Its name in capitals, and what a PREMUL_SUM multiplies by; of anything else, how Python shows it."""
+    if isinstance(op, str):
+        return op.upper(), None
     # A ReduceOp proper has both in its state only.
-    if not isinstance(op, str) and not hasattr(op, "name"):
-        op, scale = op.__getstate__()
-    return (op if isinstance(op, str) else str(op.name)).upper(), scale
+    state = None if hasattr(op, "name") or not hasattr(op, "__getstate__") else op.__getstate__()
+    kind, scale = state if isinstance(state, tuple) and len(state) == 2 else (op, None)
+    return str(getattr(kind, "name", kind)).upper(), scale
 
 
 def op_name(op: ReduceOp) -> str:
