@@ -205,12 +205,10 @@ impl Endpoint {
         let memory = memory.into();
         self.agree(&format!("{} bytes", memory.bytes()), what, deadline)?;
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
-        let registered = share(&self.group, &self.device, (key, &memory), what, deadline).map(
-            |(keys, peers)| {
-                let rank = self.rank();
-                RegisteredMemory::new(rank, memory, keys, peers, &self.registry)
-            },
-        );
+        let shared = share(&self.group, &self.device, (key, Ok(memory)), what, deadline);
+        let registered = shared.map(|(memory, keys, peers)| {
+            RegisteredMemory::new(self.rank(), memory, keys, peers, &self.registry)
+        });
         let registered = settle(&self.group, registered, what, deadline, identity);
         self.group.withdraw_fd(key);
         registered
@@ -660,25 +658,36 @@ fn garbled(group: &Group, rank: u32, what: &str, error: &postcard::Error) -> Cha
     }
 }
 
-/// Offers `memory` under `key` and maps what the ranks of this host offer. Returns the keys of all
-/// ranks. The offer must stand until all have [settled](settle).
+/// Memory of this rank that others know, the keys of all ranks, and their memory as far as it is mapped.
+type Shared = (Memory, Vec<u64>, Vec<Option<Memory>>);
+
+/// Offers `memory`, if there is some, under `key` and maps what the ranks of this host offer. The offer must stand
+/// until all have [settled](settle), which they must whatever comes of this.
 fn share(
     group: &Group,
     device: &Device,
-    (key, memory): (u64, &Memory),
+    (key, memory): (u64, Result<Memory, ChannelError>),
     what: &str,
     deadline: Instant,
-) -> Result<(Vec<u64>, Vec<Option<Memory>>), ChannelError> {
-    let exported = memory.export().map_err(ChannelError::memory(what))?;
-    group
-        .offer_fd(key, exported.as_fd())
-        .map_err(ChannelError::bootstrap(what))?;
-    // Offered before it is announced, so no request can come too early, whatever the order.
-    let announced = exchange(group, &(key, memory.bytes()), what, deadline)?;
-    let map = |rank: u32, (key, bytes)| {
-        if rank == group.rank() || !group.is_same_host(rank) {
+) -> Result<Shared, ChannelError> {
+    let offered = memory.and_then(|memory| {
+        let exported = memory.export().map_err(ChannelError::memory(what))?;
+        group
+            .offer_fd(key, exported.as_fd())
+            .map_err(ChannelError::bootstrap(what))?;
+        Ok(memory)
+    });
+    // Offered before it is announced, so no request can come too early, whatever the order. A rank that has nothing to
+    // offer says so here, as the others take part in this; why, they hear when all settle.
+    let own = offered.as_ref().map(|memory| (key, memory.bytes())).ok();
+    let announced: Vec<Option<(u64, u64)>> = exchange(group, &own, what, deadline)?;
+    let mut memory = offered?;
+    let map = |rank: u32, announced: Option<(u64, u64)>| {
+        let Some((key, bytes)) =
+            announced.filter(|_| rank != group.rank() && group.is_same_host(rank))
+        else {
             return Ok(None);
-        }
+        };
         // Kernels take all parts to be of this rank's size, and would write beyond a smaller one.
         if bytes != memory.bytes() {
             return Err(ChannelError::Mismatch {
@@ -692,16 +701,21 @@ fn share(
         let fd = group
             .fetch_fd(rank, key, deadline)
             .map_err(ChannelError::bootstrap(what))?;
-        device
+        let mut mapped = device
             .import(fd, bytes)
-            .map(Some)
-            .map_err(ChannelError::memory(what))
+            .map_err(ChannelError::memory(what))?;
+        mapped.close_descriptor();
+        Ok(Some(mapped))
     };
     let mapped: Result<_, _> = (0..)
         .zip(&announced)
         .map(|(rank, &announced)| map(rank, announced))
         .collect();
-    Ok((announced.iter().map(|&(key, _)| key).collect(), mapped?))
+    memory.close_descriptor();
+    let keys = announced
+        .iter()
+        .map(|announced| announced.map_or(0, |(key, _)| key));
+    Ok((memory, keys.collect(), mapped?))
 }
 
 /// Host memory of every rank, as [`Endpoint::share_on_host`] makes it.
@@ -712,12 +726,12 @@ fn share_on_host(
     what: &str,
     deadline: Instant,
 ) -> Result<Vec<Option<Memory>>, ChannelError> {
-    let own = SharedMemory::create(bytes).map_err(ChannelError::memory(what))?;
-    let own = Memory::Cpu(own);
-    let mapped = share(group, &Device::Cpu, (key, &own), what, deadline);
-    let mapped = settle(group, mapped, what, deadline, identity);
+    let own = SharedMemory::create(bytes).map(Memory::Cpu);
+    let own = own.map_err(ChannelError::memory(what));
+    let shared = share(group, &Device::Cpu, (key, own), what, deadline);
+    let shared = settle(group, shared, what, deadline, identity);
     group.withdraw_fd(key);
-    let (_, mut all) = mapped?;
+    let (own, _, mut all) = shared?;
     all[group.rank() as usize] = Some(own);
     Ok(all)
 }

@@ -1,5 +1,6 @@
 //! A device and its memory, whichever hal it is of, for layers that serve all of them.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -97,15 +98,23 @@ impl Memory {
     pub fn export(&self) -> Result<OwnedFd, HalError> {
         match self {
             Self::Cpu(memory) => {
-                memory
-                    .fd()
-                    .try_clone_to_owned()
+                let closed = || io::Error::other("it has been closed");
+                let fd = memory.fd().ok_or_else(closed);
+                fd.and_then(|fd| fd.try_clone_to_owned())
                     .map_err(|source| HalError::Resource {
                         what: "a descriptor of shared memory".to_owned(),
                         source,
                     })
             }
             Self::Cuda(memory) => Ok(memory.export_fd()?),
+        }
+    }
+
+    /// Closes what it can be exported by, if that is a descriptor: a process may have only so many.
+    pub fn close_descriptor(&mut self) {
+        match self {
+            Self::Cpu(memory) => memory.close_descriptor(),
+            Self::Cuda(_) => {}
         }
     }
 

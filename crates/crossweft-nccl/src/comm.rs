@@ -520,7 +520,7 @@ impl Comm {
     }
 
     /// Ends the other ranks' waits if what went wrong here is nothing that they find out by themselves.
-    fn tell(&self, error: &Error) {
+    pub(crate) fn tell(&self, error: &Error) {
         if let Some(group) = self.group.get().filter(|_| !error.shared) {
             group.abort(&error.text);
         }

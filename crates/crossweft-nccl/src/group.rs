@@ -28,7 +28,11 @@ impl Manage {
         if let Some(made) = self.makes {
             made.enter(match &result {
                 Ok(()) => Phase::Idle,
-                Err(error) => Phase::Failed(error.clone()),
+                Err(error) => {
+                    // The others may have joined it already, and would wait for it.
+                    made.tell(error);
+                    Phase::Failed(error.clone())
+                }
             });
             // One that is made of nothing else is busy until this work ends.
             if !Arc::ptr_eq(&made, comm) {

@@ -20,7 +20,8 @@ use crate::HalError;
 /// mappings of it live on.
 #[derive(Debug)]
 pub struct SharedMemory {
-    fd: OwnedFd,
+    /// Until it is closed.
+    fd: Option<OwnedFd>,
     base: NonNull<u8>,
     bytes: u64,
 }
@@ -96,6 +97,7 @@ impl SharedMemory {
             )?
         };
         let base = NonNull::new(base.cast()).ok_or(rustix::io::Errno::NOMEM)?;
+        let fd = Some(fd);
         Ok(Self { fd, base, bytes })
     }
 
@@ -111,10 +113,15 @@ impl SharedMemory {
         self.bytes
     }
 
-    /// The descriptor to hand to other processes.
+    /// The descriptor to hand to other processes; none once it is closed.
     #[must_use]
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(OwnedFd::as_fd)
+    }
+
+    /// Closes the descriptor, of which a process may have only so many. Mappings stay.
+    pub fn close_descriptor(&mut self) {
+        self.fd = None;
     }
 
     fn range(&self, offset: u64, bytes: usize) -> Result<*mut u8, HalError> {
@@ -186,7 +193,7 @@ mod tests {
     #[test]
     fn two_mappings_are_one_memory() {
         let a = SharedMemory::create(10_000).unwrap();
-        let b = SharedMemory::import(a.fd().try_clone_to_owned().unwrap(), 10_000).unwrap();
+        let b = SharedMemory::import(a.fd().unwrap().try_clone_to_owned().unwrap(), 10_000).unwrap();
         assert_eq!(a.bytes(), 12_288);
         a.write(9_000, b"hello").unwrap();
         let mut seen = [0; 5];
@@ -218,7 +225,7 @@ mod tests {
         let error = SharedMemory::import(fd, 4096).unwrap_err();
         assert!(error.to_string().contains("sealed"), "{error}");
         let a = SharedMemory::create(4096).unwrap();
-        let fd = a.fd().try_clone_to_owned().unwrap();
+        let fd = a.fd().unwrap().try_clone_to_owned().unwrap();
         assert!(SharedMemory::import(fd, 1 << 40).is_err());
     }
 
