@@ -6,6 +6,7 @@ import array
 import doctest
 import inspect
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -86,6 +87,69 @@ def test_instances(policy: ReplicationPolicy) -> None:
     assert program.compile() == plan, "compiling changes nothing"
     inputs = [ints(*range(96)), ints(*range(100, 196))]
     assert plan.run_local(inputs) == [inputs[0] + inputs[1]] * 2
+
+
+def test_groups_of_different_sizes_take_whole_slices() -> None:
+    with CollectiveProgram("mixed", AllGather(2, 1), 2) as program:
+        for rank in range(2):
+            stage, (own,) = Buffer(rank, 1), Rank(rank).get_input_buffer()
+            four, two = ThreadBlockGroup([0, 1, 2, 3]), ThreadBlockGroup([4, 5])
+            Rank(rank).copy(stage[0], own, tb_group=four)
+            Rank(rank).copy(Rank(rank).get_output_buffer()[rank], stage[0], tb_group=two)
+            there = Rank(1 - rank).get_output_buffer()[rank]
+            MemoryChannel(1 - rank, rank).put(there, stage[0], tb_group=two)
+    plan = cw.compile(program)
+    assert plan.message_multiple == 64
+    for granules in (4, 8, 12, 20):
+        inputs = [bytes([1 + rank] * 16 * granules) for rank in range(2)]
+        for seed in range(10):
+            assert plan.run_local(inputs, seed=seed) == [inputs[0] + inputs[1]] * 2
+    # The third of four slices would be of the first of two.
+    with pytest.raises(cw.UsageError, match="the plan takes multiples of 64"):
+        plan.run_local([bytes(80)] * 2)
+
+
+def test_packets_of_a_chunk_that_may_be_empty_tell_nothing() -> None:
+    ranks = 4
+    with CollectiveProgram("both ways", AllGather(ranks, 2), ranks) as program:
+        # Chunk 0 goes around one way, chunk 1 the other.
+        ways = [(0, 1), (1, -1)]
+        inputs = [Rank(rank).get_input_buffer() for rank in range(ranks)]
+        outputs = [Rank(rank).get_output_buffer() for rank in range(ranks)]
+        slots = [Buffer(rank, 2 * ranks) for rank in range(ranks)]
+        for rank in range(ranks):
+            for chunk, step in ways:
+                following, place = (rank + step) % ranks, 2 * rank + chunk
+                Rank(rank).copy(outputs[rank][place], inputs[rank][chunk], tb=chunk)
+                MemoryChannel(following, rank).put_packets(slots[following][place], inputs[rank][chunk], tb=chunk)
+        for hop in range(1, ranks):
+            for rank in range(ranks):
+                for chunk, step in ways:
+                    following, place = (rank + step) % ranks, 2 * ((rank - step * hop) % ranks) + chunk
+                    if hop < ranks - 1:
+                        channel = MemoryChannel(following, rank)
+                        channel.read_put_packets(slots[following][place], slots[rank][place], tb=chunk)
+                    Rank(rank).unpack_packets(outputs[rank][place], slots[rank][place], tb=chunk)
+    plan = cw.compile(program)
+    unique_id = cw.UniqueId()
+
+    def rank_main(rank: int) -> None:
+        communicator = cw.Communicator(rank, ranks, unique_id, timeout=30)
+        prepared = plan.prepare(communicator, dtype="u8", max_bytes=1 << 16)
+        for call in range(60):
+            size = (1 << 16, 1, 100)[call % 3]
+            output = bytearray(size * ranks)
+            prepared.run(bytes([call + rank] * size), output)
+            assert output == b"".join(bytes([call + other] * size) for other in range(ranks))
+
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(rank_main, range(ranks)))
+
+
+def test_buffers_end() -> None:
+    with CollectiveProgram("three", AllGather(3, 1), 3):
+        output = Rank(1).get_output_buffer()
+        assert [str(chunk) for chunk in output] == [str(output[index]) for index in range(3)]
 
 
 def test_reduce_scatter_of_packets_by_a_group() -> None:

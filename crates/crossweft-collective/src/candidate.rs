@@ -512,7 +512,7 @@ pub enum Refusal {
         /// The largest.
         most: u64,
     },
-    /// It moves chunks about.
+    /// Its chunks, or their slices, must be of one size.
     Multiple {
         /// What sizes must be multiples of, in bytes.
         of: u64,
@@ -558,7 +558,7 @@ impl fmt::Display for Refusal {
                 write!(f, "it is for messages of at least {least} B")
             }
             Self::Size { least, most } => write!(f, "it is for messages of {least} to {most} B"),
-            Self::Multiple { of } => write!(f, "it moves chunks about: it takes multiples of {of} B"),
+            Self::Multiple { of } => write!(f, "it takes multiples of {of} B"),
             Self::Scratch { bytes } => write!(
                 f,
                 "it would need {bytes} B of scratch memory, the most is {SCRATCH_MAX}"

@@ -660,7 +660,7 @@ impl Prepared {
         }
         if !bytes.is_multiple_of(self.shape.multiple_of) {
             return Err(self.usage(format!(
-                "{bytes} bytes; the plan moves chunks about, so it takes multiples of {}",
+                "{bytes} bytes; the plan takes multiples of {}: its chunks, or their slices, must be of one size",
                 self.shape.multiple_of
             )));
         }

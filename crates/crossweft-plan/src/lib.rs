@@ -25,6 +25,7 @@ pub mod builder;
 pub mod check;
 mod collective;
 pub mod cost;
+mod cuts;
 pub mod dsl;
 pub mod json;
 pub mod mscclpp;

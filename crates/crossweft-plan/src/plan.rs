@@ -6,6 +6,7 @@ use crossweft_device::{ReduceOp, program::Space};
 use serde::{Deserialize, Serialize};
 
 pub use crate::collective::{Collective, Content, InputBlock};
+use crate::cuts;
 
 /// Of the largest line that a device writes as a whole.
 const CACHE_LINE: u64 = 128;
@@ -438,15 +439,33 @@ impl Plan {
         self.equal_chunks || self.all_ops().any(moved)
     }
 
-    /// What the size of a message in bytes must be a multiple of, whatever the elements.
+    /// What the size of a message in bytes must be a multiple of, whatever the elements: 1 unless chunks [must be of one
+    /// size](Self::needs_equal_chunks), or operations cut the same data into slices in different ways, which then must all
+    /// be of whole granules (16 bytes).
     #[must_use]
     pub fn message_multiple(&self) -> u64 {
-        if self.needs_equal_chunks() {
+        match self.slice_granules() {
+            None if !self.needs_equal_chunks() => 1,
             // A granule holds a whole number of elements of every type.
-            u64::from(self.chunks) * GRANULE
-        } else {
-            1
+            granules => {
+                let chunks = u64::from(self.chunks) * GRANULE;
+                chunks.saturating_mul(granules.unwrap_or(1))
+            }
         }
+    }
+
+    /// Granules that every chunk must be a multiple of, if data is cut in different ways.
+    pub(crate) fn slice_granules(&self) -> Option<u64> {
+        cuts::granules(self)
+    }
+
+    /// Chunks that have something in them, the first ones, however short a message is that `least` bytes at least fit.
+    pub(crate) fn fewest_chunks(least: u64, chunks: u32) -> u64 {
+        let (least, chunks) = (least.div_ceil(GRANULE).max(1), u64::from(chunks));
+        // Of granules that are just too many for chunks of some size, larger ones hold more, and so there are fewer.
+        let size = least.div_ceil(chunks);
+        let larger = (size * chunks + 1).div_ceil(size + 1);
+        least.div_ceil(size).min(larger)
     }
 
     /// The rank that sends the packets in slot `slot` of `rank`.

@@ -146,7 +146,21 @@ impl Plan {
                 }
             }
         }
-        self.validate_ends().map_err(whole)
+        self.validate_ends().map_err(whole)?;
+        self.validate_sizes().map_err(whole)
+    }
+
+    /// Whether some message fits. The shortest one of any type has an element of 8 bytes, at most.
+    fn validate_sizes(&self) -> Result<(), String> {
+        let (least, most) = self.message_bytes;
+        let multiple = self.message_multiple();
+        let largest = most / multiple * multiple;
+        match largest >= least.max(1) {
+            true => Ok(()),
+            false => Err(format!(
+                "no message of {least} to {most} bytes is a multiple of {multiple}, which it needs"
+            )),
+        }
     }
 
     fn validate_whole(&self) -> Result<(), String> {

@@ -433,7 +433,10 @@ fn sizes_and_topologies_that_do_not_fit_are_refused() {
     );
     let moved = b.finish().unwrap();
     let error = predict(&moved, &machine(), 48).unwrap_err();
-    assert!(error.to_string().contains("a multiple of 32"), "{error}");
+    assert!(
+        error.to_string().contains("multiples of 32 bytes"),
+        "{error}"
+    );
     assert!(predict(&moved, &machine(), 64).is_ok());
 
     let mut broken = plan.clone();

@@ -481,10 +481,11 @@ fn packets_in_place(ranks: u32) -> Result<Program, Error> {
     Ok(program)
 }
 
-/// [`hierarchical_all_reduce`] by packets: no synchronisation but theirs is needed.
-fn packet_hierarchy(nodes: u32, local: u32) -> Result<Program, Error> {
+/// [`hierarchical_all_reduce`] by packets, for messages of `least` bytes and more.
+fn packet_hierarchy(nodes: u32, local: u32, least: u64) -> Result<Program, Error> {
     let ranks = nodes * local;
-    let options = Options::new("hierarchical packets", Collective::AllReduce, ranks);
+    let mut options = Options::new("hierarchical packets", Collective::AllReduce, ranks);
+    options.message_bytes.0 = least;
     let mut program = Program::new(options)?;
     let part = |l: u32| l * nodes..(l + 1) * nodes;
     let mut slots = Vec::new();
@@ -553,9 +554,19 @@ fn packet_hierarchy(nodes: u32, local: u32) -> Result<Program, Error> {
 
 #[test]
 fn packets_need_no_other_synchronisation() {
-    let plan = packet_hierarchy(2, 2).unwrap().compile().unwrap().plan;
-    let is_sync = |(_, op): &(u32, &Op)| matches!(op, Op::Signal { .. } | Op::Wait { .. });
-    assert_eq!(plan.all_ops().filter(is_sync).count(), 0);
+    let synchronises = |least| {
+        let plan = packet_hierarchy(2, 2, least)
+            .unwrap()
+            .compile()
+            .unwrap()
+            .plan;
+        let is_sync = |(_, op): &(u32, &Op)| matches!(op, Op::Signal { .. } | Op::Wait { .. });
+        plan.all_ops().filter(is_sync).count() > 0
+    };
+    // 13 granules in 4 chunks fill all of them; 9 only three, as a single one does one.
+    assert!(!synchronises(16 * 13));
+    // Of a single granule nobody but the first chunk's ranks hear.
+    assert!(synchronises(0));
 }
 
 #[test]
@@ -681,7 +692,7 @@ fn compile_times() {
         ("8 ranks, packets in place", packets_in_place(8)),
         ("16 ranks, packets in place", packets_in_place(16)),
         ("64 ranks, hierarchical", hierarchical_all_reduce(8, 8)),
-        ("64 ranks, packets", packet_hierarchy(8, 8)),
+        ("64 ranks, packets", packet_hierarchy(8, 8, 0)),
     ];
     for (what, program) in programs {
         let program = program.unwrap();

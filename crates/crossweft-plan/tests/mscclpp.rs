@@ -387,6 +387,34 @@ fn loops() {
 }
 
 #[test]
+fn a_file_is_one_plan_whoever_reads_it() {
+    // Each rank but the first has a channel there, of which the first has no end.
+    let ranks = 8;
+    let gpu = |id: u32| {
+        let channels = match id {
+            0 => json!([]),
+            _ => json!([{ "channel_type": "memory", "connected_to": [0] }]),
+        };
+        json!({
+            "id": id, "input_chunks": 1, "output_chunks": ranks, "scratch_chunks": 0, "channels": channels,
+            "threadblocks": [{ "id": 0, "channels": [], "ops": [] }]
+        })
+    };
+    let gpus: Vec<Value> = (0..ranks).map(gpu).collect();
+    let file = json!({
+        "name": "ends", "collective": "allgather", "protocol": "Simple", "inplace": false, "gpus": gpus
+    });
+    let peers = || {
+        let plan = read(&file).unwrap().plan;
+        let channels = plan.ranks[0].channels.iter();
+        channels.map(|channel| channel.peer).collect::<Vec<_>>()
+    };
+    for _ in 0..10 {
+        assert_eq!(peers(), (1..ranks).collect::<Vec<_>>());
+    }
+}
+
+#[test]
 fn operations_are_split_at_blocks() {
     let ops = json!([
         { "name": "copy", "src_buff": [{ "type": "i", "index": 1, "size": 4 }], "dst_buff": [{ "type": "s", "index": 5, "size": 4 }] },

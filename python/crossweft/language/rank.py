@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .._crossweft import Chunk, Memory
 from .program import current
@@ -26,6 +26,10 @@ class BaseBuffer:
 
     def __len__(self) -> int:
         return len(self._memory)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        # Without it Python would ask for one index after the other, for ever: what lies behind the end is refused later.
+        return (self[index] for index in range(self.size))
 
     def __getitem__(self, key: slice | int) -> Chunk:
         if isinstance(key, slice):

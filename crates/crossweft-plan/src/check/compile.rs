@@ -18,8 +18,19 @@ pub(crate) struct Geometry {
     pub(crate) pieces: HashMap<u64, u64>,
     /// Whether input and output are the same memory.
     pub(crate) aliased: bool,
-    /// Whether slots lie where they do for the largest message.
-    pub(crate) fixed_slots: bool,
+    /// Where slots lie.
+    pub(crate) slots: Slots,
+}
+
+/// Where slots lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Slots {
+    /// At multiples of the message's chunk.
+    Packed,
+    /// So, in two halves in turn, whether the plan asks for them or not.
+    Halves,
+    /// Where they do for the largest message.
+    Fixed,
 }
 
 /// Where the buffers of the ranks lie among the cells.
@@ -59,7 +70,8 @@ impl Layout {
         } else {
             output + output_cells
         };
-        let halves = if plan.double_scratch { 2 } else { 1 };
+        let has_halves = plan.double_scratch || geometry.slots == Slots::Halves;
+        let halves = if has_halves { 2 } else { 1 };
         let packets = scratch + halves * scratch_half;
         let own = plan.collective.is_own_block();
         let shift = |is_own: bool| u64::from(aliased && is_own);
@@ -69,7 +81,7 @@ impl Layout {
             input,
             output,
             scratch,
-            scratch_half: if plan.double_scratch { scratch_half } else { 0 },
+            scratch_half: if has_halves { scratch_half } else { 0 },
             packets,
             packets_half,
             aliased,
@@ -77,7 +89,7 @@ impl Layout {
             output_cells,
             input_shift,
             output_shift,
-            stride: geometry.fixed_slots.then_some(chunk),
+            stride: (geometry.slots == Slots::Fixed).then_some(chunk),
         }
     }
 

@@ -56,10 +56,11 @@
 //!   positions, a [`Op::Sync`] (or a wait, signal, barrier) belongs between them, which is not
 //!   checked. That an operation overlaps itself, shifted, is.
 //! * Sizes: a message of whole chunks, of as many granules as all slices divide (at most
-//!   256 granules a chunk; beyond, rounded as on the device), and the shortest message, in which most
-//!   operations have nothing to do. Other sizes have the same boundaries in the same order,
-//!   unless operations cut the same data into different numbers of slices: these boundaries round
-//!   differently. [`Options::sizes`] adds messages of different sizes in a row.
+//!   256 granules a chunk; beyond, rounded as on the device), and messages so short that chunks have nothing in them, with
+//!   packets one for each number of such chunks (up to 16 of them). Other sizes have the same boundaries in the same
+//!   order; where operations cut the same data in different ways, messages must be
+//!   [multiples](crate::Plan::message_multiple) for that. Of different sizes in a row ([`Options::sizes`]) a message is
+//!   tried in turn with the shortest, and with one so large that its first slot covers all of the other's (up to 16).
 //! * Loops: pieces of a half or a quarter of a chunk, in proportion where there are several sizes;
 //!   other numbers of pieces are not tried.
 //! * The number of executions: a fault that needs more than [`Options::executions`] is not seen.
@@ -77,9 +78,11 @@ mod value;
 
 use std::collections::{BTreeSet, HashMap};
 
+use crossweft_device::extent::GRANULE;
+
 use crate::plan::{Buffer, InPlace, Op, Plan};
 use crate::validate::PlanError;
-use compile::{Compiled, Geometry, Layout};
+use compile::{Compiled, Geometry, Layout, Slots};
 use run::Run;
 
 /// A fault of a plan, and where it shows.
@@ -189,12 +192,13 @@ pub struct Options {
 #[non_exhaustive]
 pub enum Sizes {
     /// All of one size.
-    #[default]
     Same,
     /// One size or different ones; a slot lies at the same place for all of them, apart from others.
     Vary,
     /// One size or different ones; slot `i` lies at `i` chunks of the current message, so that it
-    /// overlaps other slots of another one.
+    /// overlaps other slots of another one. Where there are different ones, scratch memory has two halves, used in turn, as
+    /// executors have it ([`Plan::scratch_bytes`]).
+    #[default]
     VaryPacked,
 }
 
@@ -203,7 +207,7 @@ impl Default for Options {
         Self {
             executions: 3,
             max_diagnostics: 16,
-            sizes: Sizes::Same,
+            sizes: Sizes::default(),
             relaxed_starts: true,
         }
     }
@@ -270,10 +274,12 @@ fn structure(error: PlanError) -> Diagnostic {
     }
 }
 
-/// Most granules of a chunk: with more, slices are modelled with rounded boundaries.
+/// Most granules of a chunk, but where data is cut in different ways: with more, slices are modelled with rounded boundaries.
 const GRANULES: u64 = 256;
 
 fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, String)> {
+    // Where data is cut in different ways, rounded boundaries would come in another order.
+    let most = plan.slice_granules().unwrap_or(1).clamp(GRANULES, CELLS);
     let mut chunk = 1;
     let mut units = BTreeSet::new();
     let mut packets = false;
@@ -281,7 +287,7 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
         if let Some(chunks) = op.chunks() {
             let (count, of) = (u64::from(chunks.count), u64::from(chunks.slice.1));
             let needed = lcm(chunk, of / gcd(of, count));
-            chunk = if needed > GRANULES { GRANULES } else { needed };
+            chunk = if needed > most { most } else { needed };
         }
         let (_, to) = op.operands();
         packets |= to.iter().any(|o| o.buffer == Buffer::Packets);
@@ -306,43 +312,80 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
             pieces.insert(unit, piece.min(1 << 40) as u64);
         }
     }
-    let chunks = u64::from(plan.chunks);
+    let whole = u64::from(plan.chunks) * chunk;
     let executions = options.executions.max(1) as usize;
     let same = |message: u64| Geometry {
         messages: vec![message; executions],
         pieces: pieces.clone(),
         aliased,
-        fixed_slots: false,
+        slots: Slots::Packed,
     };
-    let mut all = vec![(same(chunks * chunk), format!("{chunk} granules a chunk"))];
-    let shortest = if plan.needs_equal_chunks() { chunks } else { 1 };
-    if shortest < chunks * chunk {
-        // Where an op has nothing to do, it synchronises nobody either.
-        all.push((same(shortest), format!("a message of {shortest} granules")));
+    let mut all = vec![(same(whole), format!("{chunk} granules a chunk"))];
+    let short = short_messages(plan, whole, packets);
+    for &message in &short {
+        all.push((same(message), format!("a message of {message} granules")));
     }
-    if options.sizes != Sizes::Same {
-        let packed = options.sizes == Sizes::VaryPacked;
-        let factor = if packed {
-            u64::from(plan.scratch_slots.max(plan.packet_slots).clamp(2, 16))
-        } else {
-            2
-        };
-        for odd in [0, 1] {
-            let mut geometry = same(chunks * chunk);
-            for message in geometry.messages.iter_mut().skip(odd).step_by(2) {
-                *message *= factor;
-            }
-            geometry.fixed_slots = !packed;
-            let note = format!("messages in turn of 1 and {factor} times {chunk} granules a chunk");
-            all.push((geometry, note));
+    let slots = match options.sizes {
+        Sizes::Same => return all,
+        Sizes::Vary => Slots::Fixed,
+        Sizes::VaryPacked => Slots::Halves,
+    };
+    let in_turn = |one: u64, other: u64| Geometry {
+        messages: [one, other].into_iter().cycle().take(executions).collect(),
+        slots,
+        ..same(0)
+    };
+    // So that the larger one's first slot lies over all slots of the smaller one, as far as that can be simulated.
+    let most = match slots {
+        Slots::Halves => u64::from(plan.scratch_slots.max(plan.packet_slots)).clamp(2, 16),
+        _ => 2,
+    };
+    let few = |factor: &u64| {
+        let cells = Layout::new(plan, &in_turn(whole, whole * factor)).cells(plan.ranks.len());
+        *factor == 2 || cells <= VARYING_CELLS
+    };
+    let factor = (2..=most).rev().find(few).unwrap_or(2);
+    let mut others = vec![whole * factor];
+    others.extend(short.first());
+    for other in others {
+        for (one, other) in [(whole, other), (other, whole)] {
+            let note = format!("messages in turn of {one} and {other} granules");
+            all.push((in_turn(one, other), note));
         }
     }
     all
 }
 
+/// Most cells of messages of different sizes, if there is a choice.
+const VARYING_CELLS: u64 = 1 << 19;
+
+/// Messages that are shorter than `whole`, in granules, one for each number of chunks that have something in them, or for some
+/// of those: where an operation has nothing to do, it synchronises nobody either, if that is what packets are for.
+fn short_messages(plan: &Plan, whole: u64, packets: bool) -> Vec<u64> {
+    let (chunks, multiple) = (u64::from(plan.chunks), plan.message_multiple() / GRANULE);
+    if multiple > 1 {
+        return [multiple].into_iter().filter(|m| *m < whole).collect();
+    }
+    let fewest = Plan::fewest_chunks(plan.message_bytes.0, plan.chunks);
+    let numbers = fewest..=chunks;
+    let step = match packets {
+        true => (chunks - fewest).div_ceil(SHORT_MESSAGES).max(1),
+        false => chunks,
+    };
+    numbers
+        .step_by(step as usize)
+        .filter(|message| *message < whole)
+        .collect()
+}
+
+/// How many of them are tried, about.
+const SHORT_MESSAGES: u64 = 16;
+
+/// Most granules of memory: more would take gigabytes.
+const CELLS: u64 = 1 << 23;
+
 /// What would take gigabytes is not begun.
 fn too_large(plan: &Plan, geometry: &Geometry) -> Option<String> {
-    const CELLS: u64 = 1 << 23;
     const STEPS: u64 = 1 << 23;
     const CLOCKS: u64 = 1 << 28;
     let cells = Layout::new(plan, geometry).cells(plan.ranks.len());
@@ -387,7 +430,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 }
 
 fn lcm(a: u64, b: u64) -> u64 {
-    a / gcd(a, b) * b
+    (a / gcd(a, b)).saturating_mul(b)
 }
 
 /// Counts that do not match.

@@ -234,22 +234,10 @@ fn takes(plan: &Plan, bytes: u64) -> Result<(), String> {
     if bytes == 0 || bytes > MAX_MESSAGE_BYTES {
         return Err(format!("1 to {MAX_MESSAGE_BYTES} fit"));
     }
-    let unit = unit_bytes(plan);
+    let unit = plan.message_multiple();
     if bytes.is_multiple_of(unit) {
         Ok(())
     } else {
-        Err(format!(
-            "its chunks are of one size: give a multiple of {unit}"
-        ))
-    }
-}
-
-/// Bytes that a message is to be a multiple of.
-#[must_use]
-pub fn unit_bytes(plan: &Plan) -> u64 {
-    if plan.needs_equal_chunks() {
-        u64::from(plan.chunks) * crossweft_device::extent::GRANULE
-    } else {
-        1
+        Err(format!("it takes multiples of {unit} bytes"))
     }
 }

@@ -11,7 +11,7 @@ use crossweft_device::packet::{PAYLOAD, WORD};
 
 use super::shared::{Shared, Time};
 use super::{Edge, Hop, Reason, Step, Timeline, Topology};
-use crate::check::compile::{Action, Compiled, Data, Geometry, Place, Steps};
+use crate::check::compile::{Action, Compiled, Data, Geometry, Place, Slots, Steps};
 use crate::plan::{Chunks, InPlace, Op, Plan};
 
 fn ps(us: f64) -> Time {
@@ -257,7 +257,7 @@ pub(super) fn simulate(plan: &Plan, topology: &Topology, nodes: &[u32], bytes: u
         messages: vec![bytes.div_ceil(GRANULE)],
         pieces: units(plan),
         aliased: plan.in_place == InPlace::Required,
-        fixed_slots: false,
+        slots: Slots::Packed,
     };
     let compiled = Compiled::new(plan, &geometry);
     let mut simulation = Simulation::new(plan, topology, nodes, bytes, &compiled);

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::program::Program;
 use crate::place::{Data, Raw, SPARE, in_larger_buffer};
-use crate::plan::{Buffer, Collective, InPlace, Operand};
+use crate::plan::{Buffer, Collective, InPlace, Operand, Plan};
 
 /// Most cells of a chunk; with finer slices, what they touch is rounded up.
 const FINEST: u64 = 64;
@@ -20,6 +20,8 @@ pub(super) struct Cells {
     aliased: bool,
     collective: Collective,
     chunks: u32,
+    /// Those of them that are never empty.
+    filled: u64,
     /// In chunks, of each rank: where the buffers begin, and where they all end.
     output: u64,
     scratch: u64,
@@ -68,6 +70,7 @@ impl Cells {
             aliased,
             collective: program.options.collective,
             chunks: program.shape.chunks,
+            filled: Plan::fewest_chunks(program.options.message_bytes.0, program.shape.chunks),
             output: if aliased { 0 } else { input },
             scratch: caller,
             aside: caller + scratch,
@@ -122,6 +125,14 @@ impl Cells {
             self.output
         };
         cell as u64 / self.per_chunk % self.end < end
+    }
+
+    /// Whether a cell of an input or output has something in it, however short the message.
+    pub(super) fn is_filled(&self, cell: usize) -> bool {
+        let cell = cell as u64;
+        let chunk = cell / self.per_chunk % self.end;
+        let is_caller = chunk < self.scratch;
+        is_caller && cell.is_multiple_of(self.per_chunk) && chunk % u64::from(self.chunks) < self.filled
     }
 
     /// Whether there are packets.

@@ -156,6 +156,8 @@ struct Cell {
     /// packets does not tell which.
     writer: u32,
     again: bool,
+    /// Whether what was written has something in it however short the message, as far as is known.
+    filled: bool,
     /// How often it will be written.
     writes_left: u32,
     /// The loads whose values went into this one.
@@ -745,13 +747,18 @@ impl<'a> Run<'a> {
         // For each cell of an operand, the loads whose values go into the result: only packets tell of them.
         let tracked = self.cells.has_packets();
         let mut loads: Vec<Vec<Load>> = Vec::new();
+        let mut filled: Vec<bool> = Vec::new();
         for (k, cell) in touched
             .from
             .iter()
             .flat_map(|from| from.clone().enumerate())
         {
             let is_packet = self.cells.is_packet(cell);
-            if is_packet {
+            let is_filled = self.cells.is_filled(cell) || self.memory[cell].filled;
+            filled.resize(filled.len().max(k + 1), false);
+            filled[k] |= is_filled;
+            // Of packets that a shorter message may not have, the next execution cannot tell.
+            if is_packet && is_filled {
                 self.heard.insert((rank, self.memory[cell].writer));
             }
             if tracked {
@@ -784,6 +791,7 @@ impl<'a> Run<'a> {
             of.write = Some(number);
             of.first_write.get_or_insert(number);
             of.writer = rank;
+            of.filled = filled.get(k).copied().unwrap_or(false);
             // What a proxy puts is told of by packets only.
             of.loads = loads
                 .get(k)

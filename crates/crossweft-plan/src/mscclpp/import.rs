@@ -1,6 +1,6 @@
 //! From their JSON to a plan.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use crossweft_device::ReduceOp;
 use crossweft_device::packet::PacketType;
@@ -264,8 +264,8 @@ impl Import<'_> {
     fn channels(&mut self, warnings: &mut Vec<String>) -> Result<(), String> {
         let world = self.file.gpus.len();
         let mut total = 0;
-        // Ends by (rank, peer, whether port).
-        let mut ends: HashMap<(u32, u32, ChannelKind), u32> = HashMap::new();
+        // Ends by (rank, peer, whether port), in an order that is the same for every reader: so must the plan be.
+        let mut ends: BTreeMap<(u32, u32, ChannelKind), u32> = BTreeMap::new();
         for (rank, gpu) in (0..).zip(&self.file.gpus) {
             let mut numbered = Numbered::default();
             let semaphores = gpu.semaphores.iter().map(|s| s.init_value);

@@ -153,7 +153,7 @@ fn escape(text: &str) -> String {
 
 /// Those of `sizes` that the plan is meant for, or the nearest to them that it is.
 fn meant(plan: &Plan, sizes: impl IntoIterator<Item = u64>) -> Vec<u64> {
-    let unit = cost::unit_bytes(plan);
+    let unit = plan.message_multiple();
     let (least, most) = plan.message_bytes;
     let least = least.clamp(1, cost::MAX_MESSAGE_BYTES / 2);
     let nearest = |bytes: u64| {
