@@ -76,9 +76,10 @@ pub(crate) fn granules(plan: &Plan) -> Option<u64> {
             }
         }
     }
+    let are_equal = plan.needs_equal_chunks();
     buffers
         .values()
-        .any(|cuts| cuts.are_mixed(plan.equal_chunks))
+        .any(|cuts| cuts.are_mixed(are_equal))
         .then_some(granules)
 }
 

@@ -813,11 +813,9 @@ fn round_trip(plan: &Plan) {
         warnings,
     } = import(text.as_bytes()).unwrap();
     assert_eq!(warnings, Vec::<String>::new());
-    assert_eq!(
-        without_syncs(back.clone()),
-        without_syncs(plan.clone()),
-        "{text}"
-    );
+    let mut plan = plan.clone();
+    plan.equal_chunks |= plan.packet_slots > 0 && plan.chunks > 1;
+    assert_eq!(without_syncs(back.clone()), without_syncs(plan), "{text}");
     // With its synchronisation, it stays as it is from then on.
     assert_eq!(export(&back).unwrap(), text);
 }

@@ -132,7 +132,9 @@ impl Cells {
         let cell = cell as u64;
         let chunk = cell / self.per_chunk % self.end;
         let is_caller = chunk < self.scratch;
-        is_caller && cell.is_multiple_of(self.per_chunk) && chunk % u64::from(self.chunks) < self.filled
+        is_caller
+            && cell.is_multiple_of(self.per_chunk)
+            && chunk % u64::from(self.chunks) < self.filled
     }
 
     /// Whether there are packets.

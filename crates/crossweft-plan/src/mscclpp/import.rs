@@ -630,6 +630,7 @@ impl Import<'_> {
             message_bytes,
             ..
         } = self.shape;
+        let may_be_empty = Plan::fewest_chunks(message_bytes.0, chunks) < u64::from(chunks);
         Plan {
             name,
             collective,
@@ -641,7 +642,8 @@ impl Import<'_> {
                 InPlace::Forbidden
             },
             chunks,
-            equal_chunks: placed.equal_chunks,
+            // Their executor takes no others, and programs may count on packets of all chunks.
+            equal_chunks: placed.equal_chunks || placed.packet_slots > 0 && may_be_empty,
             input_blocks,
             output_blocks,
             outputs: Vec::new(),
