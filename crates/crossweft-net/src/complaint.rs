@@ -1,4 +1,4 @@
-//! What a listener that cannot accept says of it, which it tries again and again.
+//! What is tried again and again, such as to accept, complains of a failure only now and then.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -16,12 +16,7 @@ pub(crate) struct Complaint(Option<Instant>);
 impl Complaint {
     /// What to say of an error now, if it is time for that.
     pub(crate) fn of(&mut self, error: &io::Error, now: Instant) -> Option<String> {
-        let is_new = |last: Instant| now.saturating_duration_since(last) >= AGAIN;
-        if !self.0.is_none_or(is_new) {
-            return None;
-        }
-        self.0 = Some(now);
-        Some(match Errno::from_io_error(error) {
+        self.is_due(now).then(|| match Errno::from_io_error(error) {
             Some(Errno::MFILE) => {
                 let limit = getrlimit(Resource::Nofile).current;
                 let limit = limit.map_or("all that there are".to_owned(), |n| n.to_string());
@@ -36,6 +31,16 @@ impl Complaint {
             }
             _ => error.to_string(),
         })
+    }
+
+    /// Whether it is time to say something, which is then said.
+    pub(crate) fn is_due(&mut self, now: Instant) -> bool {
+        let is_old = |last: Instant| now.saturating_duration_since(last) >= AGAIN;
+        let is_due = self.0.is_none_or(is_old);
+        if is_due {
+            self.0 = Some(now);
+        }
+        is_due
     }
 }
 

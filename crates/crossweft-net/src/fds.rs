@@ -16,12 +16,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
-use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
 
 use crate::auth::{self, AuthError, Handshake, Key, Role, Step};
 use crate::complaint::Complaint;
@@ -64,6 +65,7 @@ impl FdService {
             shared: shared.clone(),
             clients: Vec::new(),
             complaint: Complaint::default(),
+            foreign: Complaint::default(),
         };
         let thread = std::thread::Builder::new()
             .name(format!("crossweft-fds-{rank}"))
@@ -238,17 +240,18 @@ fn fetch_once(
 /// or is this one.
 pub(crate) fn process_of(name: &str, deadline: Instant) -> Option<OwnedFd> {
     let stream = connect(name, deadline).ok()?;
-    let pid = sockopt::socket_peercred(&stream).ok()?.pid;
+    // 0 is a process that this PID namespace does not see.
+    let pid = Pid::from_raw(getsockopt(&stream, PeerCredentials).ok()?.pid())?;
     if pid == getpid() {
         return None;
     }
     pidfd_open(pid, PidfdFlags::empty()).ok()
 }
 
-/// Whether the other end of a Unix socket runs as the same user.
+/// Whether the other end of a Unix socket runs as the same user, in whichever PID namespace.
 pub(crate) fn is_own_user(socket: BorrowedFd<'_>) -> bool {
-    sockopt::socket_peercred(socket)
-        .is_ok_and(|credentials| credentials.uid == rustix::process::geteuid())
+    getsockopt(&socket, PeerCredentials)
+        .is_ok_and(|credentials| credentials.uid() == rustix::process::geteuid().as_raw())
 }
 
 /// A listener with an abstract name.
@@ -315,6 +318,8 @@ struct Server {
     shared: Arc<Shared>,
     clients: Vec<Client>,
     complaint: Complaint,
+    /// Of other users.
+    foreign: Complaint,
 }
 
 struct Client {
@@ -383,7 +388,9 @@ impl Server {
                 }
             };
             if !is_own_user(stream.as_fd()) {
-                tracing::warn!("another user asked for a file descriptor and was turned away");
+                if self.foreign.is_due(Instant::now()) {
+                    tracing::warn!("another user asked for a file descriptor and was turned away");
+                }
                 continue;
             }
             if stream.set_nonblocking(true).is_ok() {

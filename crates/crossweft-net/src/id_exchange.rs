@@ -240,7 +240,8 @@ fn serve(
     stop: &AtomicBool,
     waker: &Waker,
 ) {
-    let (mut served, mut complaint) = (BTreeSet::new(), Complaint::default());
+    let mut served = BTreeSet::new();
+    let (mut complaint, mut foreign) = (Complaint::default(), Complaint::default());
     while !stop.load(Ordering::Relaxed) {
         let mut fds = [
             PollFd::new(listener, PollFlags::IN),
@@ -266,7 +267,9 @@ fn serve(
             }
         };
         if !is_own_user(client.as_fd()) {
-            tracing::warn!("another user asked for the unique id and was turned away");
+            if foreign.is_due(Instant::now()) {
+                tracing::warn!("another user asked for the unique id and was turned away");
+            }
             continue;
         }
         // Only the user's own processes get here, so one at a time is fair enough.
@@ -296,6 +299,7 @@ pub(crate) fn from_socket(
     cancel: Option<&Cancel>,
     deadline: Instant,
 ) -> Result<UniqueId, NetError> {
+    let mut foreign = Complaint::default();
     loop {
         Cancel::check(cancel, rank)?;
         match connect(name, deadline) {
@@ -304,7 +308,10 @@ pub(crate) fn from_socket(
                     return UniqueId::from_bytes(&bytes);
                 }
             }
-            Ok(_) => tracing::warn!(name, "another user has taken the socket of this job"),
+            Ok(_) if foreign.is_due(Instant::now()) => {
+                tracing::warn!(name, "another user has taken the socket of this job");
+            }
+            Ok(_) => {}
             Err(FetchError::Net(error)) => return Err(error),
             Err(_) => {}
         }

@@ -1,10 +1,15 @@
 //! Ranks of one host that find each other by a name, and a rendezvous that is left to itself.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+use std::os::fd::AsFd;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crossweft_net::launch::join_by_name;
 use crossweft_net::{Cancel, Group, JoinOptions, NetError, Rendezvous, RendezvousOptions};
+
+const NAME: &str = "CROSSWEFT_TEST_NAME";
+const RANK: &str = "CROSSWEFT_TEST_RANK";
 
 fn meet(name: &str, ranks: u32) -> Vec<Vec<Vec<u8>>> {
     std::thread::scope(|scope| {
@@ -90,4 +95,59 @@ fn a_detached_rendezvous_serves_until_all_have_come() {
             });
         }
     });
+}
+
+/// Not a test of its own: what a rank of another PID namespace does.
+#[test]
+fn child() {
+    let Ok(name) = std::env::var(NAME) else {
+        return;
+    };
+    meet_and_fetch(&name, std::env::var(RANK).unwrap().parse().unwrap());
+}
+
+/// Joins two others, and fetches a descriptor of each.
+fn meet_and_fetch(name: &str, rank: u32) {
+    let (join, meet) = (JoinOptions::default(), RendezvousOptions::default());
+    let group = join_by_name(name, (rank, 3), &join, &meet).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let file = std::fs::File::open("/dev/null").unwrap();
+    group.offer_fd(7, file.as_fd()).unwrap();
+    for peer in (0..3).filter(|&peer| peer != rank) {
+        group.fetch_fd(peer, 7, deadline).unwrap();
+    }
+    group.barrier(deadline).unwrap();
+}
+
+/// As containers on one host that share its network: none sees the process ids of another.
+#[test]
+fn ranks_of_other_pid_namespaces_are_of_the_same_user() {
+    let quiet = |options: &[&str]| {
+        let mut command = Command::new("unshare");
+        command.args(options).stdout(Stdio::null());
+        command
+    };
+    let namespace = [&["-p", "-f"][..], &["-r", "-p", "-f"]];
+    let is_permitted = |options: &&&[&str]| {
+        let tried = quiet(options).arg("true").stderr(Stdio::null()).status();
+        tried.is_ok_and(|status| status.success())
+    };
+    let Some(options) = namespace.iter().find(is_permitted) else {
+        println!("skipped: no PID namespace can be made here");
+        return;
+    };
+    let name = format!("namespaces {}", std::process::id());
+    let mut children = [1, 2].map(|rank| {
+        quiet(options)
+            .arg(std::env::current_exe().unwrap())
+            .args(["child", "--exact", "--nocapture"])
+            .env(NAME, &name)
+            .env(RANK, rank.to_string())
+            .spawn()
+            .unwrap()
+    });
+    meet_and_fetch(&name, 0);
+    for child in &mut children {
+        assert!(child.wait().unwrap().success());
+    }
 }
