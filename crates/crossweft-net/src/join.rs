@@ -217,7 +217,7 @@ impl Joiner<'_> {
 
     fn wait_for_table(&self, root: &mut Link) -> Result<Vec<Member>, NetError> {
         let address = self.id.address();
-        let mut waiting = None;
+        let (mut waiting, mut table) = (None, None);
         let report_at = poll::after(Instant::now(), self.silence_after);
         let mut reported = false;
         loop {
@@ -227,7 +227,8 @@ impl Joiner<'_> {
                 match self.answer(kind, &body)? {
                     Answer::Waiting(missing) => waiting = Some(missing),
                     Answer::Table(members) if members.len() == self.world_size as usize => {
-                        return Ok(members);
+                        // What came right behind it is heard first: a rank may be lost by now.
+                        table = Some(members);
                     }
                     Answer::Table(_) => {
                         let reason = "its table has the wrong size".to_owned();
@@ -248,6 +249,9 @@ impl Joiner<'_> {
                         return Err(aborted_while_joining(by, reason));
                     }
                 }
+            }
+            if let Some(members) = table {
+                return Ok(members);
             }
             if let Err(LinkError::Frame(error @ FrameError::Version(_))) = received {
                 return Err(NetError::Protocol {
@@ -578,4 +582,68 @@ fn aborted_while_joining(by: u32, reason: String) -> NetError {
 /// The address of a member that is listed before its listener is known.
 pub(crate) fn nowhere() -> SocketAddr {
     SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::frame::encode;
+    use crate::host::HostId;
+
+    /// Both ends of a connection on loopback.
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (near, listener.accept().unwrap().0)
+    }
+
+    fn wire(answer: &Answer) -> Vec<u8> {
+        let (kind, body) = answer.encode();
+        encode(kind, &body).flatten().collect()
+    }
+
+    /// Calls `act` on rank 1 of 2, which has a while for it.
+    fn joining<T>(act: impl FnOnce(Joiner<'_>) -> T) -> T {
+        let timeout = Duration::from_secs(20);
+        act(Joiner {
+            id: &UniqueId::generate(nowhere()).unwrap(),
+            rank: 1,
+            world_size: 2,
+            deadline: Instant::now() + timeout,
+            timeout,
+            silence_after: timeout,
+            cancel: None,
+        })
+    }
+
+    #[test]
+    fn what_comes_right_behind_the_table_is_heard() {
+        let member = |pid| Member {
+            listen: nowhere(),
+            host: HostId::invented(1),
+            pid,
+            fd_socket: [0; 8],
+        };
+        let table = Answer::Table(vec![member(0), member(1)]);
+        let aborted = Answer::Aborted {
+            by: 0,
+            reason: "enough".to_owned(),
+        };
+        for answers in [&[][..], &[Answer::Broken(0)], &[aborted]] {
+            let (near, mut far) = pair();
+            let mut bytes = wire(&table);
+            bytes.extend(answers.iter().flat_map(wire));
+            far.write_all(&bytes).unwrap();
+            let mut root = Link::new(near, MAX_TABLE).unwrap();
+            let result = joining(|joiner| joiner.wait_for_table(&mut root));
+            match (answers.first(), result) {
+                (None, Ok(members)) => assert_eq!(members.len(), 2),
+                (Some(Answer::Broken(_)), Err(NetError::PeerDied { rank: 0, .. })) => {}
+                (Some(Answer::Aborted { .. }), Err(NetError::Aborted { by: 0, .. })) => {}
+                (answer, result) => panic!("{answer:?}: {result:?}"),
+            }
+        }
+    }
 }
