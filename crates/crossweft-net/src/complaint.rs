@@ -16,21 +16,7 @@ pub(crate) struct Complaint(Option<Instant>);
 impl Complaint {
     /// What to say of an error now, if it is time for that.
     pub(crate) fn of(&mut self, error: &io::Error, now: Instant) -> Option<String> {
-        self.is_due(now).then(|| match Errno::from_io_error(error) {
-            Some(Errno::MFILE) => {
-                let limit = getrlimit(Resource::Nofile).current;
-                let limit = limit.map_or("all that there are".to_owned(), |n| n.to_string());
-                format!(
-                    "{error}: this process has as many open files as it may, {limit}; raise that with `ulimit -n`"
-                )
-            }
-            Some(Errno::NFILE) => {
-                format!(
-                    "{error}: the host has as many as it may, which is in /proc/sys/fs/file-max"
-                )
-            }
-            _ => error.to_string(),
-        })
+        self.is_due(now).then(|| words(error))
     }
 
     /// Whether it is time to say something, which is then said.
@@ -41,6 +27,23 @@ impl Complaint {
             self.0 = Some(now);
         }
         is_due
+    }
+}
+
+/// The error, and what to do about it if it is a limit.
+pub(crate) fn words(error: &io::Error) -> String {
+    match Errno::from_io_error(error) {
+        Some(Errno::MFILE) => {
+            let limit = getrlimit(Resource::Nofile).current;
+            let limit = limit.map_or("all that there are".to_owned(), |n| n.to_string());
+            format!(
+                "{error}: this process has as many open files as it may, {limit}; raise that with `ulimit -n`"
+            )
+        }
+        Some(Errno::NFILE) => {
+            format!("{error}: the host has as many as it may, which is in /proc/sys/fs/file-max")
+        }
+        _ => error.to_string(),
     }
 }
 

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use crate::auth::{self, AuthError, Handshake, Key, Role, Step};
 use crate::bind::Bind;
 use crate::cancel::Cancel;
-use crate::complaint::Complaint;
+use crate::complaint::{self, Complaint};
 use crate::error::{NetError, RankList, TurnedAway};
 use crate::frame::{BUILD, FrameError, Kind, VERSION};
 use crate::link::{Link, LinkError};
@@ -92,9 +92,16 @@ impl Joiner<'_> {
     fn tell(&self, error: &NetError, mut root: Link, links: &mut BTreeMap<u32, Link>) {
         // What comes first on a connection is what counts, so the reason goes out before it closes;
         // a connection that takes no more is one on which nobody listens.
-        if let NetError::Aborted { by, reason, .. } = error
-            && *by == self.rank
-        {
+        let told = match error {
+            NetError::Aborted { by, reason, .. } if *by == self.rank => Some(reason.clone()),
+            // From the rendezvous itself, or of a rank that may come again.
+            NetError::Aborted { .. }
+            | NetError::Refused { .. }
+            | NetError::RanksMissing { .. }
+            | NetError::RootLost { .. } => None,
+            error => Some(error.to_string()),
+        };
+        if let Some(reason) = told {
             // No more than the rendezvous takes.
             let length = reason.floor_char_boundary(MAX_REASON);
             root.send(Kind::Abort, &reason.as_bytes()[..length]);
@@ -153,12 +160,16 @@ impl Joiner<'_> {
         Cancel::check(self.cancel, self.rank)
     }
 
-    /// Connects, or says why that cannot be; an error of its own only if joining was cancelled.
+    /// Connects, or says why that cannot be; an error of its own only if joining was cancelled, or this
+    /// process cannot have a socket, which says nothing about the other end.
     fn connect(&self, address: SocketAddr) -> Result<io::Result<TcpStream>, NetError> {
-        let socket = match begin_to_connect(address) {
-            Ok(socket) => socket,
-            Err(error) => return Ok(Err(error)),
-        };
+        let socket = new_socket(address).map_err(|error| {
+            let what = format!("creating a socket to connect to {address}");
+            NetError::io(what, io::Error::new(error.kind(), complaint::words(&error)))
+        })?;
+        if let Err(error) = begin_to_connect(&socket, address) {
+            return Ok(Err(error));
+        }
         loop {
             self.poll(vec![PollFd::new(&socket, PollFlags::OUT)], self.deadline)?;
             match socket.take_error() {
@@ -541,18 +552,23 @@ impl Pending {
     }
 }
 
-/// A socket that can be written once it is connected.
-fn begin_to_connect(address: SocketAddr) -> io::Result<socket2::Socket> {
+/// A socket with which to connect to `address`.
+fn new_socket(address: SocketAddr) -> io::Result<socket2::Socket> {
     let domain = socket2::Domain::for_address(address);
     let socket = socket2::Socket::new(domain, socket2::Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+/// The socket can be written once it is connected.
+fn begin_to_connect(socket: &socket2::Socket, address: SocketAddr) -> io::Result<()> {
     match socket.connect(&address.into()) {
         Err(error)
             if error.raw_os_error() != Some(rustix::io::Errno::INPROGRESS.raw_os_error()) =>
         {
             Err(error)
         }
-        _ => Ok(socket),
+        _ => Ok(()),
     }
 }
 
@@ -587,6 +603,9 @@ pub(crate) fn nowhere() -> SocketAddr {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::process::Command;
+
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
     use super::*;
     use crate::frame::encode;
@@ -618,15 +637,18 @@ mod tests {
         })
     }
 
+    fn member(listen: SocketAddr) -> Member {
+        Member {
+            listen,
+            host: HostId::invented(1),
+            pid: 1,
+            fd_socket: [0; 8],
+        }
+    }
+
     #[test]
     fn what_comes_right_behind_the_table_is_heard() {
-        let member = |pid| Member {
-            listen: nowhere(),
-            host: HostId::invented(1),
-            pid,
-            fd_socket: [0; 8],
-        };
-        let table = Answer::Table(vec![member(0), member(1)]);
+        let table = Answer::Table(vec![member(nowhere()), member(nowhere())]);
         let aborted = Answer::Aborted {
             by: 0,
             reason: "enough".to_owned(),
@@ -645,5 +667,47 @@ mod tests {
                 (answer, result) => panic!("{answer:?}: {result:?}"),
             }
         }
+    }
+
+    const CHILD: &str = "CROSSWEFT_TEST_CHILD";
+
+    /// In a process of its own, which has all the open files that it may.
+    #[test]
+    fn a_rank_without_a_socket_blames_nobody_and_says_why() {
+        if std::env::var(CHILD).is_err() {
+            let name = "join::tests::a_rank_without_a_socket_blames_nobody_and_says_why";
+            let child = Command::new(std::env::current_exe().unwrap())
+                .args([name, "--exact", "--nocapture"])
+                .env(CHILD, "")
+                .status();
+            assert!(child.unwrap().success());
+            return;
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (near, far) = pair();
+        let [mut root, mut far] = [near, far].map(|end| Link::new(end, MAX_TABLE).unwrap());
+        // Rank 0 is well: it listens.
+        let members = [listener.local_addr().unwrap(), nowhere()].map(member);
+        let limit = getrlimit(Resource::Nofile);
+        let none = Rlimit {
+            current: Some(0),
+            ..limit
+        };
+        let reason = joining(|joiner| {
+            let mut links = BTreeMap::new();
+            setrlimit(Resource::Nofile, none).unwrap();
+            let result = joiner.connect_to_neighbours(&mut root, &listener, &members, &mut links);
+            setrlimit(Resource::Nofile, limit).unwrap();
+            let error = result.unwrap_err();
+            joiner.tell(&error, root, &mut links);
+            assert!(matches!(error, NetError::Io { .. }), "{error}");
+            error.to_string()
+        });
+        for words in ["creating a socket", "ulimit -n"] {
+            assert!(reason.contains(words), "{reason}");
+        }
+        let mut heard = Vec::new();
+        while far.receive(&mut heard).is_ok() {}
+        assert_eq!(heard, [(Kind::Abort, reason.into_bytes())]);
     }
 }

@@ -190,6 +190,8 @@ impl Root {
                             // It may have said more, and nothing else will come.
                             self.hear(client, now);
                         }
+                        // It could not even listen.
+                        Ok(Some((Kind::Abort, reason))) => self.abort(rank, &reason),
                         // The version is in every frame: a joiner of another one deserves an answer.
                         Err(crate::frame::FrameError::Version(theirs)) => {
                             self.refuse(

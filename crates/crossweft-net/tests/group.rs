@@ -378,6 +378,21 @@ fn joining_can_be_cancelled_from_another_thread() {
 }
 
 #[test]
+fn a_rank_that_cannot_join_says_why() {
+    let rendezvous = rendezvous();
+    let options = JoinOptions {
+        bind: "no-such-if0".parse().unwrap(),
+        ..Default::default()
+    };
+    let error = Group::join(&rendezvous.unique_id(), 1, 2, &options).unwrap_err();
+    assert!(matches!(error, NetError::InvalidBind { .. }), "{error}");
+    match rendezvous.wait().unwrap_err() {
+        NetError::Aborted { by: 1, reason, .. } => assert_eq!(reason, error.to_string()),
+        error => panic!("{error}"),
+    }
+}
+
+#[test]
 fn leaving_is_no_failure_but_is_noticed() {
     with_ranks(5, |group| {
         let blocks = group.all_gather(&vec![1; 200_000], soon()).unwrap();
