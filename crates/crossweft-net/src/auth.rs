@@ -70,15 +70,10 @@ pub(crate) fn drive<S: Read + Write + AsFd>(
             Step::Failed(error) => return Err(error.at(address)),
         }
         if !poll::readable(stream.as_fd(), deadline)? {
-            return Err(late(address));
+            let what = format!("the proof of the secret by {address}");
+            return Err(NetError::timeout(what, Vec::new()));
         }
     }
-}
-
-/// The error of a proof that did not come in time.
-pub(crate) fn late(address: &str) -> NetError {
-    let what = format!("the proof of the secret by {address}");
-    NetError::timeout(what, Vec::new())
 }
 
 /// Which end of a connection this is, and what the connection is for.

@@ -60,6 +60,17 @@ impl Group {
         world_size: u32,
         options: &JoinOptions,
     ) -> Result<Self, NetError> {
+        Self::join_if_proven(id, rank, world_size, options, options.timeout)
+    }
+
+    /// [`join`](Self::join), if the rendezvous proves the secret within `patience`.
+    pub(crate) fn join_if_proven(
+        id: &UniqueId,
+        rank: u32,
+        world_size: u32,
+        options: &JoinOptions,
+        patience: Duration,
+    ) -> Result<Self, NetError> {
         let started = Instant::now();
         if rank >= world_size || world_size > MAX_WORLD_SIZE {
             return Err(NetError::InvalidRank { rank, world_size });
@@ -79,6 +90,7 @@ impl Group {
             world_size,
             deadline: poll::after(started, options.timeout),
             timeout: options.timeout,
+            patience,
             silence_after: options.silence_after,
             cancel: options.cancel.as_ref(),
         };

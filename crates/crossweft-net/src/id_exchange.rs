@@ -88,6 +88,12 @@ impl Drop for IdFile<'_> {
     }
 }
 
+/// How long the rendezvous that a file leads to may take to prove the secret; until then nobody looks
+/// for a new file.
+const PROOF: Duration = Duration::from_secs(3);
+/// When an id that led nowhere is tried again: rank 0 may only have been stopped for a while.
+const AGAIN: Duration = Duration::from_secs(5);
+
 /// Waits for the file and joins with the id in it. A file left over from an earlier job leads
 /// nowhere; then this waits for a new one.
 pub(crate) fn from_file(
@@ -95,18 +101,22 @@ pub(crate) fn from_file(
     rank: u32,
     cancel: Option<&Cancel>,
     deadline: Instant,
-    join: impl Fn(&UniqueId) -> Result<Group, NetError>,
+    join_if_proven: impl Fn(&UniqueId, Duration) -> Result<Group, NetError>,
 ) -> Result<Group, NetError> {
-    let mut stale = None;
+    let mut stale: Option<(UniqueId, Instant)> = None;
     let mut last_error = None;
     loop {
         Cancel::check(cancel, rank)?;
+        let is_stale = |id: &UniqueId| {
+            let known = stale.as_ref().filter(|(known, _)| known == id);
+            known.is_some_and(|(_, again)| Instant::now() < *again)
+        };
         match read_file(path)? {
-            Some(id) if stale.as_ref() != Some(&id) => match join(&id) {
-                // What a rendezvous that is over, or another one at its address, leads to.
+            Some(id) if !is_stale(&id) => match join_if_proven(&id, PROOF) {
+                // What a rendezvous that is over, or another server at its address, leads to.
                 Err(error @ (NetError::RootLost { .. } | NetError::WrongSecret { .. })) => {
                     tracing::debug!(%error, "the id file is stale, waiting for a new one");
-                    stale = Some(id);
+                    stale = Some((id, Instant::now() + AGAIN));
                     last_error = Some(error);
                 }
                 result => return result,
@@ -114,11 +124,13 @@ pub(crate) fn from_file(
             _ => {}
         }
         if Instant::now() >= deadline {
-            return Err(last_error.unwrap_or_else(|| NetError::IdFile {
-                path: path.to_owned(),
-                reason: "it did not appear in time; does rank 0 run, with the same path on a shared file system?"
-                    .to_owned(),
-            }));
+            let what = last_error.map_or("it did not appear in time".to_owned(), |error| {
+                format!("the id in it led nowhere ({error}), and no other came in time")
+            });
+            let path = path.to_owned();
+            let reason =
+                format!("{what}; does rank 0 run, with the same path on a shared file system?");
+            return Err(NetError::IdFile { path, reason });
         }
         std::thread::sleep(RETRY);
     }

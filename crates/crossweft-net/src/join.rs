@@ -74,6 +74,8 @@ pub(crate) struct Joiner<'a> {
     pub(crate) world_size: u32,
     pub(crate) deadline: Instant,
     pub(crate) timeout: Duration,
+    /// How long the rendezvous may take to prove the secret.
+    pub(crate) patience: Duration,
     pub(crate) silence_after: Duration,
     pub(crate) cancel: Option<&'a Cancel>,
 }
@@ -162,7 +164,11 @@ impl Joiner<'_> {
 
     /// Connects, or says why that cannot be; an error of its own only if joining was cancelled, or this
     /// process cannot have a socket, which says nothing about the other end.
-    fn connect(&self, address: SocketAddr) -> Result<io::Result<TcpStream>, NetError> {
+    fn connect(
+        &self,
+        address: SocketAddr,
+        deadline: Instant,
+    ) -> Result<io::Result<TcpStream>, NetError> {
         let socket = new_socket(address).map_err(|error| {
             let what = format!("creating a socket to connect to {address}");
             NetError::io(what, io::Error::new(error.kind(), complaint::words(&error)))
@@ -171,11 +177,11 @@ impl Joiner<'_> {
             return Ok(Err(error));
         }
         loop {
-            self.poll(vec![PollFd::new(&socket, PollFlags::OUT)], self.deadline)?;
+            self.poll(vec![PollFd::new(&socket, PollFlags::OUT)], deadline)?;
             match socket.take_error() {
                 Ok(None) if socket.peer_addr().is_ok() => return Ok(Ok(socket.into())),
                 // Whatever woke it, it was not that.
-                Ok(None) if Instant::now() < self.deadline => {}
+                Ok(None) if Instant::now() < deadline => {}
                 Ok(None) => return Ok(Err(io::ErrorKind::TimedOut.into())),
                 Ok(Some(error)) | Err(error) => return Ok(Err(error)),
             }
@@ -183,22 +189,27 @@ impl Joiner<'_> {
     }
 
     fn connect_to_root(&self) -> Result<Link, NetError> {
+        let deadline = self
+            .deadline
+            .min(poll::after(Instant::now(), self.patience));
         let mut attempts = 1;
         loop {
-            match self.try_root() {
-                Err(NetError::RootLost { .. }) if attempts < ATTEMPTS => {
+            match self.try_root(deadline) {
+                Err(NetError::RootLost { .. })
+                    if attempts < ATTEMPTS && Instant::now() < deadline =>
+                {
                     attempts += 1;
-                    self.poll(Vec::new(), self.deadline.min(Instant::now() + AGAIN))?;
+                    self.poll(Vec::new(), deadline.min(Instant::now() + AGAIN))?;
                 }
                 result => return result,
             }
         }
     }
 
-    fn try_root(&self) -> Result<Link, NetError> {
+    fn try_root(&self, deadline: Instant) -> Result<Link, NetError> {
         let address = self.id.address();
         let lost = |reason: String| NetError::RootLost { address, reason };
-        let connected = self.connect(address)?;
+        let connected = self.connect(address, deadline)?;
         let mut stream = connected.map_err(|error| lost(error.to_string()))?;
         let role = Role::Initiate {
             purpose: auth::RENDEZVOUS,
@@ -209,11 +220,11 @@ impl Joiner<'_> {
         loop {
             match handshake.step(&mut stream) {
                 Step::Proven(_) => return Link::new(stream, MAX_TABLE),
-                Step::Pending if Instant::now() >= self.deadline => {
-                    return Err(auth::late(&address.to_string()));
+                Step::Pending if Instant::now() >= deadline => {
+                    return Err(lost("it did not prove the secret in time".to_owned()));
                 }
                 Step::Pending => {
-                    self.poll(vec![PollFd::new(&stream, PollFlags::IN)], self.deadline)?;
+                    self.poll(vec![PollFd::new(&stream, PollFlags::IN)], deadline)?;
                 }
                 // A rendezvous of another secret closes the connection; so does one that is ending.
                 Step::Failed(AuthError::Lost(error)) => {
@@ -337,7 +348,7 @@ impl Joiner<'_> {
                 });
             }
             let stream = self
-                .connect(member.listen)?
+                .connect(member.listen, self.deadline)?
                 .map_err(|error| died(rank, format!("connecting to it failed: {error}")))?;
             pending.push(Pending::to(rank, self.rank, stream, self.id.key())?);
         }
@@ -350,7 +361,7 @@ impl Joiner<'_> {
                     Progress::Waiting => next.push(connection),
                     Progress::Dropped => {}
                     Progress::Again { rank, attempts } => {
-                        let stream = self.connect(members[rank as usize].listen)?;
+                        let stream = self.connect(members[rank as usize].listen, self.deadline)?;
                         let stream = stream.map_err(|error| {
                             died(rank, format!("connecting to it again failed: {error}"))
                         })?;
@@ -632,6 +643,7 @@ mod tests {
             world_size: 2,
             deadline: Instant::now() + timeout,
             timeout,
+            patience: timeout,
             silence_after: timeout,
             cancel: None,
         })

@@ -140,14 +140,15 @@ impl Job {
             timeout: rendezvous.timeout.min(options.timeout.mul_f64(0.9)),
             ..rendezvous.clone()
         };
-        let join = |id: &UniqueId| {
+        let join_if_proven = |id: &UniqueId, patience| {
             let timeout = deadline.saturating_duration_since(Instant::now());
             let options = JoinOptions {
                 timeout,
                 ..options.clone()
             };
-            Group::join(id, self.rank, self.world_size, &options)
+            Group::join_if_proven(id, self.rank, self.world_size, &options, patience)
         };
+        let join = |id: &UniqueId| join_if_proven(id, options.timeout);
         let host = |rendezvous: Rendezvous| {
             let group = join(&rendezvous.unique_id())?;
             rendezvous.wait()?;
@@ -168,7 +169,7 @@ impl Job {
         }
         if let Some(path) = &self.id_file {
             if !is_root {
-                return id_exchange::from_file(path, self.rank, cancel, deadline, join);
+                return id_exchange::from_file(path, self.rank, cancel, deadline, join_if_proven);
             }
             let rendezvous = Rendezvous::start(rendezvous)?;
             let _file = id_exchange::IdFile::create(path, &rendezvous.unique_id())?;

@@ -88,6 +88,31 @@ fn a_stale_file_is_waited_out_and_an_open_one_refused() {
     assert!(error.to_string().contains("644"), "{error}");
 }
 
+/// The port of a rank 0 that was killed may belong to any server by now.
+#[test]
+fn a_stale_file_that_leads_to_a_silent_server_is_waited_out_and_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("id");
+    let file = [("CROSSWEFT_ID_FILE", path.display().to_string())];
+    // Accepts nothing, so connections wait in its backlog.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    write_private(
+        &path,
+        &UniqueId::generate(silent.local_addr().unwrap()).unwrap(),
+    );
+    let options = JoinOptions {
+        timeout: Duration::from_millis(200),
+        ..Default::default()
+    };
+    let job = torchrun(1, 2, "silent", &file);
+    let error = job
+        .join(&options, &RendezvousOptions::default())
+        .unwrap_err();
+    assert!(matches!(error, NetError::IdFile { .. }), "{error}");
+    assert!(error.to_string().contains("did not prove"), "{error}");
+    everybody(2, |rank| torchrun(rank, 2, "silent", &file), 1);
+}
+
 fn write_private(path: &Path, id: &UniqueId) {
     std::fs::write(path, id.to_string()).unwrap();
     std::fs::set_permissions(path, PermissionsExt::from_mode(0o600)).unwrap();
