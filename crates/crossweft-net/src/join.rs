@@ -614,6 +614,7 @@ pub(crate) fn nowhere() -> SocketAddr {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::fd::AsFd;
     use std::process::Command;
 
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -621,6 +622,9 @@ mod tests {
     use super::*;
     use crate::frame::encode;
     use crate::host::HostId;
+    use crate::id_exchange::{from_socket, socket_name};
+    use crate::launch::join_by_name;
+    use crate::rendezvous::RendezvousOptions;
 
     /// Both ends of a connection on loopback.
     fn pair() -> (TcpStream, TcpStream) {
@@ -635,10 +639,10 @@ mod tests {
     }
 
     /// Calls `act` on rank 1 of 2, which has a while for it.
-    fn joining<T>(act: impl FnOnce(Joiner<'_>) -> T) -> T {
+    fn joining<T>(id: &UniqueId, act: impl FnOnce(Joiner<'_>) -> T) -> T {
         let timeout = Duration::from_secs(20);
         act(Joiner {
-            id: &UniqueId::generate(nowhere()).unwrap(),
+            id,
             rank: 1,
             world_size: 2,
             deadline: Instant::now() + timeout,
@@ -652,7 +656,7 @@ mod tests {
     fn member(listen: SocketAddr) -> Member {
         Member {
             listen,
-            host: HostId::invented(1),
+            host: HostId::of_this_process().unwrap(),
             pid: 1,
             fd_socket: [0; 8],
         }
@@ -671,7 +675,8 @@ mod tests {
             bytes.extend(answers.iter().flat_map(wire));
             far.write_all(&bytes).unwrap();
             let mut root = Link::new(near, MAX_TABLE).unwrap();
-            let result = joining(|joiner| joiner.wait_for_table(&mut root));
+            let id = UniqueId::generate(nowhere()).unwrap();
+            let result = joining(&id, |joiner| joiner.wait_for_table(&mut root));
             match (answers.first(), result) {
                 (None, Ok(members)) => assert_eq!(members.len(), 2),
                 (Some(Answer::Broken(_)), Err(NetError::PeerDied { rank: 0, .. })) => {}
@@ -705,7 +710,8 @@ mod tests {
             current: Some(0),
             ..limit
         };
-        let reason = joining(|joiner| {
+        let id = UniqueId::generate(nowhere()).unwrap();
+        let reason = joining(&id, |joiner| {
             let mut links = BTreeMap::new();
             setrlimit(Resource::Nofile, none).unwrap();
             let result = joiner.connect_to_neighbours(&mut root, &listener, &members, &mut links);
@@ -721,5 +727,56 @@ mod tests {
         let mut heard = Vec::new();
         while far.receive(&mut heard).is_ok() {}
         assert_eq!(heard, [(Kind::Abort, reason.into_bytes())]);
+    }
+
+    /// Rank 1 is connected to rank 0, but never says so.
+    #[test]
+    fn a_rank_0_that_waits_for_the_others_can_be_cancelled() {
+        let name = format!("never ready {}", std::process::id());
+        let (cancel, started) = (Cancel::new().unwrap(), Instant::now());
+        std::thread::scope(|scope| {
+            let rank_0 = scope.spawn(|| {
+                let options = JoinOptions {
+                    cancel: Some(cancel.clone()),
+                    ..JoinOptions::default()
+                };
+                join_by_name(&name, (0, 2), &options, &RendezvousOptions::default()).unwrap_err()
+            });
+            let soon = started + Duration::from_secs(20);
+            let id = from_socket(&socket_name(&name), 1, None, soon).unwrap();
+            let error = joining(&id, |joiner| {
+                let (listener, listen) = Bind::Loopback.listen(0).unwrap();
+                let mut root = joiner.connect_to_root().unwrap();
+                let hello = Hello {
+                    version: VERSION,
+                    build: BUILD.to_owned(),
+                    rank: 1,
+                    world_size: 2,
+                    member: member(listen),
+                };
+                root.send(Kind::Hello, &to_vec(&hello));
+                let members = joiner.wait_for_table(&mut root).unwrap();
+                let mut links = BTreeMap::new();
+                joiner
+                    .connect_to_neighbours(&mut root, &listener, &members, &mut links)
+                    .unwrap();
+                std::thread::sleep(Duration::from_millis(200));
+                cancel.cancel("enough");
+                loop {
+                    poll::readable(root.as_fd(), soon).unwrap();
+                    match joiner.hear_root(&mut root) {
+                        Ok(speaks) => assert!(speaks && Instant::now() < soon),
+                        Err(error) => break error,
+                    }
+                }
+            });
+            for error in [error, rank_0.join().unwrap()] {
+                assert!(
+                    matches!(&error, NetError::Aborted { by: 0, reason, .. } if reason == "enough"),
+                    "{error}"
+                );
+            }
+        });
+        assert!(started.elapsed() < Duration::from_secs(15));
     }
 }

@@ -149,13 +149,13 @@ impl Job {
             Group::join_if_proven(id, self.rank, self.world_size, &options, patience)
         };
         let join = |id: &UniqueId| join_if_proven(id, options.timeout);
+        let cancel = options.cancel.as_ref();
         let host = |rendezvous: Rendezvous| {
             let group = join(&rendezvous.unique_id())?;
-            rendezvous.wait()?;
+            rendezvous.wait_unless(cancel, self.rank)?;
             Ok(group)
         };
         let is_root = self.rank == 0;
-        let cancel = options.cancel.as_ref();
 
         if let Some(id) = &self.unique_id {
             return match (self.launcher, is_root) {
@@ -229,7 +229,7 @@ pub fn join_by_name(
     let id = rendezvous.unique_id();
     let _server = id_exchange::IdServer::start(&name, &id, world_size, cancel, deadline)?;
     let group = join(&id)?;
-    rendezvous.wait()?;
+    rendezvous.wait_unless(cancel, rank)?;
     Ok(group)
 }
 

@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
 use crate::bind::{self, Bind};
+use crate::cancel::Cancel;
 use crate::complaint::Complaint;
 use crate::error::NetError;
 use crate::link;
@@ -30,9 +30,24 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub struct Rendezvous {
     id: UniqueId,
-    stop: Arc<AtomicBool>,
-    waker: Arc<Waker>,
+    shared: Arc<Shared>,
     thread: Option<JoinHandle<Result<(), NetError>>>,
+}
+
+/// Between a rendezvous and its thread.
+#[derive(Debug)]
+struct Shared {
+    /// The last that its owner says to it.
+    order: OnceLock<Order>,
+    waker: Waker,
+    /// Readable once the thread is done.
+    done: Waker,
+}
+
+#[derive(Debug)]
+enum Order {
+    Stop,
+    Abort { by: u32, reason: String },
 }
 
 /// How a [`Rendezvous`] is found and how long it waits.
@@ -86,14 +101,40 @@ impl Rendezvous {
         self.thread.take().map_or(Ok(()), join)
     }
 
+    /// [`wait`](Self::wait) of a rank; once it is cancelled, all ranks are told.
+    pub(crate) fn wait_unless(self, cancel: Option<&Cancel>, rank: u32) -> Result<(), NetError> {
+        let Some(cancel) = cancel else {
+            return self.wait();
+        };
+        loop {
+            let mut fds = [
+                PollFd::new(&self.shared.done, PollFlags::IN),
+                PollFd::new(cancel, PollFlags::IN),
+            ];
+            let deadline = Instant::now() + Duration::from_secs(60);
+            poll::until(&mut fds, deadline).map_err(|error| NetError::io("poll", error))?;
+            if !fds[0].revents().is_empty() {
+                return self.wait();
+            }
+            if let Some(reason) = cancel.reason() {
+                let (by, reason) = (rank, reason.to_owned());
+                self.shared.order(Order::Abort { by, reason });
+                return self.wait();
+            }
+        }
+    }
+
     /// Lets it go on by itself: it ends when all ranks have joined, or with its timeout.
     pub fn detach(mut self) {
         drop(self.thread.take());
     }
 
     fn run(id: UniqueId, listener: TcpListener, timeout: Duration) -> Result<Self, NetError> {
-        let stop = Arc::new(AtomicBool::new(false));
-        let waker = Arc::new(Waker::new()?);
+        let shared = Arc::new(Shared {
+            order: OnceLock::new(),
+            waker: Waker::new()?,
+            done: Waker::new()?,
+        });
         let service = Service {
             root: Root::new(id.key().clone(), timeout, Instant::now()),
             listener,
@@ -101,8 +142,7 @@ impl Rendezvous {
             next_client: 0,
             accept_again: Instant::now(),
             complaint: Complaint::default(),
-            waker: waker.clone(),
-            stop: stop.clone(),
+            shared: shared.clone(),
         };
         let thread = std::thread::Builder::new()
             .name("crossweft-rendezvous".to_owned())
@@ -110,8 +150,7 @@ impl Rendezvous {
             .map_err(|error| NetError::io("starting the rendezvous thread", error))?;
         Ok(Self {
             id,
-            stop,
-            waker,
+            shared,
             thread: Some(thread),
         })
     }
@@ -122,11 +161,18 @@ impl Drop for Rendezvous {
         let Some(thread) = self.thread.take() else {
             return;
         };
-        self.stop.store(true, Ordering::Relaxed);
-        self.waker.wake();
+        self.shared.order(Order::Stop);
         if let Err(error) = join(thread) {
             tracing::debug!(%error, "the rendezvous ended");
         }
+    }
+}
+
+impl Shared {
+    fn order(&self, order: Order) {
+        // Who gives one has no other to give.
+        let _ = self.order.set(order);
+        self.waker.wake();
     }
 }
 
@@ -146,8 +192,7 @@ struct Service {
     next_client: Client,
     accept_again: Instant,
     complaint: Complaint,
-    waker: Arc<Waker>,
-    stop: Arc<AtomicBool>,
+    shared: Arc<Shared>,
 }
 
 struct Stream {
@@ -159,9 +204,14 @@ struct Stream {
 
 impl Service {
     fn run(mut self) -> Result<(), NetError> {
+        let shared = self.shared.clone();
         let mut result = None;
         loop {
             let now = Instant::now();
+            let order = shared.order.get();
+            if let Some(Order::Abort { by, reason }) = order {
+                self.root.abort(*by, reason.as_bytes());
+            }
             self.root.tick(now);
             while let Some(output) = self.root.pop_output() {
                 match output {
@@ -182,7 +232,7 @@ impl Service {
             self.write_and_close(now);
             match result {
                 Some(result) if self.streams.is_empty() => return result,
-                None if self.stop.load(Ordering::Relaxed) => {
+                None if matches!(order, Some(Order::Stop)) => {
                     return Err(NetError::Closed {
                         during: "the rendezvous".to_owned(),
                     });
@@ -212,7 +262,7 @@ impl Service {
             Instant::min,
         );
 
-        let mut fds = vec![PollFd::new(&self.waker, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(&self.shared.waker, PollFlags::IN)];
         if accepting && !paused {
             fds.push(PollFd::new(&self.listener, PollFlags::IN));
         }
@@ -226,7 +276,7 @@ impl Service {
             fds.push(PollFd::new(&stream.stream, PollFlags::IN | output));
         }
         poll::until(&mut fds, deadline).map_err(|error| NetError::io("poll", error))?;
-        self.waker.drain();
+        self.shared.waker.drain();
         let ready = fds[others..].iter().zip(self.streams.keys());
         Ok(ready
             .filter(|(fd, _)| !fd.revents().is_empty())
@@ -321,5 +371,12 @@ impl Service {
         });
         lost.into_iter()
             .for_each(|client| self.root.lost(client, now));
+    }
+}
+
+impl Drop for Service {
+    /// However it ends.
+    fn drop(&mut self) {
+        self.shared.done.wake();
     }
 }

@@ -288,7 +288,7 @@ impl Root {
     }
 
     /// A joining rank was told to give up, and with it the others.
-    fn abort(&mut self, by: u32, reason: &[u8]) {
+    pub(crate) fn abort(&mut self, by: u32, reason: &[u8]) {
         if self.stage == Stage::Finished {
             return;
         }
