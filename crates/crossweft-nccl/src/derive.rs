@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// `ncclGetUniqueId`: where the ranks of one communicator will find each other. Listens in this process until all
-/// have, or until the time is over.
+/// have, or until the time is over, which begins with the first that comes.
 pub(crate) fn unique_id() -> Result<UniqueId, Error> {
     let rendezvous = Rendezvous::start(&Comm::rendezvous_options(settings::timeout()?))?;
     let id = rendezvous.unique_id();

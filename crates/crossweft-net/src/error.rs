@@ -214,7 +214,7 @@ pub enum NetError {
 
     /// The rendezvous went away, or was never there.
     #[error(
-        "lost the rendezvous at {address}: {reason}; is the process that created the unique id still running?"
+        "lost the rendezvous at {address}: {reason}; is the process that created the unique id still running, and did it still wait for ranks?"
     )]
     RootLost {
         /// Where it was expected.

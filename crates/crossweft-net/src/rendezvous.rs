@@ -47,6 +47,7 @@ struct Shared {
 #[derive(Debug)]
 enum Order {
     Stop,
+    Detach,
     Abort { by: u32, reason: String },
 }
 
@@ -57,7 +58,8 @@ pub struct RendezvousOptions {
     pub bind: Bind,
     /// The port; 0, the default, takes any free one.
     pub port: u16,
-    /// How long it waits for all ranks; 30 seconds by default.
+    /// How long it waits for all ranks, from its start on; 30 seconds by default. A rank that comes later finds nobody. Once
+    /// [detached](Rendezvous::detach), it counts from when the first rank has joined.
     pub timeout: Duration,
 }
 
@@ -124,8 +126,10 @@ impl Rendezvous {
         }
     }
 
-    /// Lets it go on by itself: it ends when all ranks have joined, or with its timeout.
+    /// Lets it go on by itself: it ends when all ranks have joined, or with its timeout, which counts from the first that joins;
+    /// for that one it waits an hour at least, because whoever has made an id may do other things before it is used.
     pub fn detach(mut self) {
+        self.shared.order(Order::Detach);
         drop(self.thread.take());
     }
 
@@ -209,8 +213,10 @@ impl Service {
         loop {
             let now = Instant::now();
             let order = shared.order.get();
-            if let Some(Order::Abort { by, reason }) = order {
-                self.root.abort(*by, reason.as_bytes());
+            match order {
+                Some(Order::Abort { by, reason }) => self.root.abort(*by, reason.as_bytes()),
+                Some(Order::Detach) => self.root.detach(),
+                Some(Order::Stop) | None => {}
             }
             self.root.tick(now);
             while let Some(output) = self.root.pop_output() {

@@ -24,6 +24,8 @@ const GREETING: Duration = Duration::from_secs(2);
 const MAX_STRANGERS: usize = 1024;
 /// The longest hello.
 const MAX_HELLO: usize = 4096;
+/// How long a detached rendezvous waits for the first rank, if not longer for all of them.
+const UNUSED: Duration = Duration::from_secs(3600);
 /// How long a rank that is lost before the table may take to come again.
 const RETURN: Duration = Duration::from_secs(3);
 /// Ranks whose refusals are remembered.
@@ -44,7 +46,10 @@ pub(crate) type Client = u64;
 pub(crate) struct Root {
     key: Key,
     started: Instant,
+    /// When the first rank joined.
+    first: Option<Instant>,
     timeout: Duration,
+    detached: bool,
     connections: BTreeMap<Client, Connection>,
     /// By opinion about the world size, then by rank.
     joined: BTreeMap<(u32, u32), Joined>,
@@ -107,7 +112,9 @@ impl Root {
         Self {
             key,
             started: now,
+            first: None,
             timeout,
+            detached: false,
             connections: BTreeMap::new(),
             joined: BTreeMap::new(),
             lost: BTreeMap::new(),
@@ -117,6 +124,20 @@ impl Root {
             log_at: now + LOG,
             strangers: 0,
             outputs: VecDeque::new(),
+        }
+    }
+
+    /// Nobody waits for it but those who join.
+    pub(crate) fn detach(&mut self) {
+        self.detached = true;
+    }
+
+    /// Since when it waits, and for how long.
+    fn patience(&self) -> (Instant, Duration) {
+        match self.first {
+            _ if !self.detached => (self.started, self.timeout),
+            Some(first) => (first, self.timeout),
+            None => (self.started, self.timeout.max(UNUSED)),
         }
     }
 
@@ -320,8 +341,9 @@ impl Root {
             self.log_at = now + LOG;
             return;
         }
-        let waited = now.saturating_duration_since(self.started);
-        if waited >= self.timeout {
+        let (since, limit) = self.patience();
+        let waited = now.saturating_duration_since(since);
+        if waited >= limit {
             return self.give_up(waited);
         }
         let gone = |(_, at): &(&_, &Instant)| now.saturating_duration_since(**at) >= RETURN;
@@ -351,7 +373,8 @@ impl Root {
         let gathering = self.stage == Stage::Gathering;
         let returns = self.lost.values().map(|&at| at + RETURN);
         let returns = returns.chain([self.tell_at]).filter(|_| gathering);
-        let end = self.started.checked_add(self.timeout);
+        let (since, limit) = self.patience();
+        let end = since.checked_add(limit);
         let end = end.filter(|_| self.stage != Stage::Finished);
         greetings
             .chain(returns)
@@ -400,6 +423,7 @@ impl Root {
         if let Some(reason) = refusal {
             return self.refuse(client, proven, reason);
         }
+        self.first.get_or_insert(now);
         self.refused.remove(&rank);
         self.lost.retain(|lost, _| lost.1 != rank);
 
@@ -880,6 +904,30 @@ mod tests {
     fn nobody_at_all() {
         let mut sim = Simulator::new();
         sim.pass(TIMEOUT);
+        assert!(matches!(
+            sim.verdict,
+            Some(Err(NetError::NobodyJoined { .. }))
+        ));
+    }
+
+    #[test]
+    fn a_detached_rendezvous_waits_from_the_first_rank_on_or_an_hour_for_it() {
+        let mut sim = Simulator::new();
+        sim.root.detach();
+        sim.pass(UNUSED - Duration::from_secs(1));
+        assert!(sim.verdict.is_none());
+        sim.join(0, 0, 2);
+        sim.pass(TIMEOUT - Duration::from_secs(1));
+        assert!(sim.verdict.is_none());
+        sim.pass(Duration::from_secs(1));
+        match sim.verdict {
+            Some(Err(NetError::RanksMissing { after, .. })) => assert_eq!(after, TIMEOUT),
+            verdict => panic!("{verdict:?}"),
+        }
+
+        let mut sim = Simulator::new();
+        sim.root.detach();
+        sim.pass(UNUSED);
         assert!(matches!(
             sim.verdict,
             Some(Err(NetError::NobodyJoined { .. }))

@@ -81,9 +81,15 @@ fn a_leader_whose_name_is_taken_can_be_cancelled() {
 
 #[test]
 fn a_detached_rendezvous_serves_until_all_have_come() {
-    let rendezvous = Rendezvous::start(&RendezvousOptions::default()).unwrap();
+    let options = RendezvousOptions {
+        timeout: Duration::from_secs(2),
+        ..RendezvousOptions::default()
+    };
+    let rendezvous = Rendezvous::start(&options).unwrap();
     let id = rendezvous.unique_id();
     rendezvous.detach();
+    // Whoever made the id may have other things to do first.
+    std::thread::sleep(options.timeout * 5 / 4);
     std::thread::scope(|scope| {
         for rank in 0..2 {
             let id = &id;
