@@ -18,3 +18,12 @@ def test_torch() -> None:
     assert describe(torch.zeros(4, dtype=torch.float8_e4m3fn))["dtype"] == "f8e4m3"
     with pytest.raises(cw.TensorError, match="contiguous"):
         describe(torch.zeros(4, 4).t()[1:])
+
+
+def test_negative_views_are_refused() -> None:
+    communicator = cw.Communicator(0, 1, cw.UniqueId())
+    view = torch._neg_view(torch.ones(3))
+    with pytest.raises(cw.TensorError, match="resolve_neg"):
+        communicator.all_reduce(view)
+    with pytest.raises(cw.TensorError, match="resolve_neg"):
+        communicator.send(view, 0)

@@ -356,6 +356,12 @@ impl Receiver {
     }
 }
 
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        self.close(Instant::now());
+    }
+}
+
 fn accept(shared: &Arc<Shared>) {
     let mut threads: Vec<JoinHandle<()>> = Vec::new();
     while !shared.closing.load(Ordering::Acquire) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crossweft_collective::{
     CollectiveError, Communicator, CommunicatorOptions, Devices, run_in_threads_on,
 };
-use crossweft_hal::cpu::{bind_to_core, cores};
+use crossweft_hal::cpu::{available_memory, bind_to_core, cores};
 use crossweft_net::launch::{Job, Launcher};
 use crossweft_net::{NetError, Rendezvous, RendezvousOptions};
 use rustix::process::{Pid, Resource, Signal, getrlimit, kill_process, setrlimit};
@@ -120,7 +120,7 @@ impl JobOptions {
     fn check_memory(&self) -> Result<(), JobError> {
         let ranks = self.ranks;
         let needed = self.memory.saturating_mul(ranks.into());
-        match doctor::free_memory().filter(|_| matches!(self.devices, Devices::Cpu)) {
+        match available_memory().filter(|_| matches!(self.devices, Devices::Cpu)) {
             Some(free) if free < needed => Err(JobError::Usage(format!(
                 "{ranks} ranks take {} of memory at least, of which this host has {} left; give smaller sizes, or fewer \
                  ranks",

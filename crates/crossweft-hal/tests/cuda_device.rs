@@ -400,7 +400,8 @@ fn shared_host_memory_is_mapped_for_the_device() {
     let values: Vec<f32> = (0..count).map(|index| index as f32).collect();
     shared.write(0, &bytes_of(&values)).unwrap();
     // Another mapping of the same memory, as a peer has it.
-    let peer = SharedMemory::import(shared.fd().unwrap().try_clone_to_owned().unwrap(), 1 << 20).unwrap();
+    let peer =
+        SharedMemory::import(shared.fd().unwrap().try_clone_to_owned().unwrap(), 1 << 20).unwrap();
     let kernel = gpu.kernel("add");
     let stream = gpu.stream();
     let from = pinned.device_address();

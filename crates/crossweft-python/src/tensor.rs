@@ -134,6 +134,12 @@ impl Tensor {
                 Err(_) => {}
             }
         }
+        // By its C functions, torch would hand such a view out as what it is not.
+        if by_c_api && object.hasattr("is_neg")? && object.call_method0("is_neg")?.is_truthy()? {
+            return Err(Exception::tensor(format!(
+                "the {what} is a negative view, whose memory has the opposite numbers; give tensor.resolve_neg()"
+            )));
+        }
         let device_stream = stream.map(legacy_default);
         match dlpack::Tensor::new(object, device_stream) {
             Ok(Some(tensor)) => return Self::from_dlpack(object, what, tensor),

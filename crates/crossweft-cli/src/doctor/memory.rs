@@ -41,13 +41,6 @@ impl Memory {
         }
     }
 
-    /// Bytes that new work can have, if that can be told.
-    pub(super) fn free(root: &Root<'_>) -> Option<u64> {
-        let found = Self::inspect(root, None, None);
-        let limit = found.cgroup_limit.unwrap_or(u64::MAX);
-        found.available.map(|available| available.min(limit))
-    }
-
     /// Its section of the report.
     pub(super) fn render(&self, page: &mut Page) {
         page.section("Memory");

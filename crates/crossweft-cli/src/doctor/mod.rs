@@ -75,11 +75,6 @@ pub(crate) fn machine_name() -> String {
     format!("{model}, {} usable cores", cpu.usable)
 }
 
-/// Bytes of memory that new work on this host can have, if that can be told.
-pub(crate) fn free_memory() -> Option<u64> {
-    Memory::free(&Root(Path::new("/")))
-}
-
 fn inspect_as(root: &Path, process: Process) -> Report {
     let root = Root(root);
     let mut report = Report {

@@ -8,12 +8,14 @@
     reason = "sizes fit an address, which has 64 bits (checked in crossweft-device)"
 )]
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
+use super::available_memory;
 use crate::HalError;
 
 /// A mapped range of shared memory. Zeroed when created; unmapped when dropped, while other
@@ -31,12 +33,16 @@ unsafe impl Send for SharedMemory {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMemory {}
 
+/// From how many bytes on it is asked whether they are there, which takes some tens of microseconds.
+const LARGE: u64 = 16 << 20;
+
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
 impl SharedMemory {
-    /// Allocates at least `bytes` bytes of zeroed memory, present in RAM when this returns.
+    /// Allocates at least `bytes` bytes of zeroed memory, present in RAM when this returns. What is more than there is [left](
+    /// crate::cpu::available_memory) is refused: the kernel would end this process, or another one.
     ///
     /// # Errors
     /// [`HalError::Allocate`].
@@ -53,6 +59,16 @@ impl SharedMemory {
         let bytes = rounded
             .ok_or(rustix::io::Errno::NOMEM)
             .map_err(failed("mmap"))?;
+        if bytes >= LARGE
+            && let Some(left) = available_memory().filter(|left| *left < bytes)
+        {
+            let reason = format!("{left} bytes are left");
+            return Err(HalError::Allocate {
+                bytes,
+                call: "memfd_create",
+                source: io::Error::new(io::ErrorKind::OutOfMemory, reason),
+            });
+        }
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("crossweft", flags).map_err(failed("memfd_create"))?;
         rustix::fs::ftruncate(&fd, bytes).map_err(failed("ftruncate"))?;
@@ -193,7 +209,8 @@ mod tests {
     #[test]
     fn two_mappings_are_one_memory() {
         let a = SharedMemory::create(10_000).unwrap();
-        let b = SharedMemory::import(a.fd().unwrap().try_clone_to_owned().unwrap(), 10_000).unwrap();
+        let b =
+            SharedMemory::import(a.fd().unwrap().try_clone_to_owned().unwrap(), 10_000).unwrap();
         assert_eq!(a.bytes(), 12_288);
         a.write(9_000, b"hello").unwrap();
         let mut seen = [0; 5];
@@ -231,7 +248,8 @@ mod tests {
 
     #[test]
     fn more_than_there_can_be_is_refused() {
-        for bytes in [u64::MAX, u64::MAX - 4095, 1 << 63] {
+        // The last is no more than an address can have.
+        for bytes in [u64::MAX, u64::MAX - 4095, 1 << 63, 1 << 46] {
             let error = SharedMemory::create(bytes).unwrap_err();
             assert!(matches!(error, HalError::Allocate { .. }), "{error}");
             assert!(error.to_string().contains(&bytes.to_string()), "{error}");

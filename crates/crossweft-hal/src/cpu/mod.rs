@@ -6,6 +6,7 @@ mod idle;
 mod isa;
 mod memory;
 mod norm;
+mod room;
 mod stream;
 
 pub use cores::{bind_to_core, cores};
@@ -14,4 +15,5 @@ pub use idle::{Bell, Context, Supervisor};
 pub use isa::{isa, reducer, rows, scaler};
 pub use memory::SharedMemory;
 pub use norm::Norm;
+pub use room::available_memory;
 pub use stream::{Arguments, Kernel, KernelError, Stream};
