@@ -261,7 +261,7 @@ def test_errors_say_what_to_do() -> None:
             passes.handle(experts, layout="diagonal")  # type: ignore[arg-type]
         handle = passes.handle(experts, weights)
         with pytest.raises(cw.UsageError, match="nothing to combine"):
-            handle.combine(tokens)
+            handle.combine(handle.empty(like=tokens).tokens)
         with pytest.raises(cw.UsageError, match="no dispatch was sent"):
             handle.dispatch_complete()
         with pytest.raises(cw.TensorError, match="tokens has elements of f64"):
@@ -281,6 +281,60 @@ def test_errors_say_what_to_do() -> None:
             passes.local_experts(9)
 
     in_threads(1, rank_main)
+
+
+def test_tensors_of_another_shape_are_refused() -> None:
+    """They would be read with the wrong stride, be there bytes enough."""
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        passes = group(communicator, experts=2, hidden=16)
+        experts, weights = np.int32([[0, 1], [1, -1], [0, -1]]), np.full((3, 2), 0.5, np.float32)
+        tokens = np.repeat(np.float32([[1], [2], [3]]), 16, axis=1)
+        handle = passes.handle(experts, weights, layout="flat")
+        for wrong in (np.ones((6, 8), np.float32), np.ones((1, 48), np.float32)):
+            with pytest.raises(cw.TensorError, match=r"shape of the tokens is \(\d, \d+\), .* 16 elements of 4 bytes"):
+                handle.dispatch(wrong)
+            with pytest.raises(cw.TensorError, match="tokens"):
+                handle.dispatch_send(wrong)
+        # As bytes, or without a shape of rows, they are what they are.
+        handle.dispatch(tokens.view(np.uint8))
+        received = handle.dispatch(tokens.reshape(-1))
+        sums = handle.combine(received.tokens)
+        wide = np.pad(received.tokens, ((0, 0), (0, 16)))
+        for call in (handle.combine, handle.combine_send):
+            with pytest.raises(cw.TensorError, match=r"rows is \(\d, 32\)"):
+                call(wide)
+        with pytest.raises(cw.TensorError, match=r"output is \(6, 8\)"):
+            handle.combine(received.tokens, out=np.empty((6, 8), np.float32))
+        out = handle.empty(like=tokens)
+        for name, columns in (("tokens", 8), ("experts", 1), ("weights", 4)):
+            changed = moe.Received(**{**vars(out), name: getattr(out, name).reshape(-1, columns)})
+            with pytest.raises(cw.TensorError, match=f"room for {name} is"):
+                handle.dispatch(tokens, out=changed)
+        with pytest.raises(cw.TensorError, match=r"weights is \(2, 3\)"):
+            passes.handle(experts, weights.T.copy())
+        with pytest.raises(cw.TensorError, match=r"experts is \(3, 2\)"):
+            passes.handle(experts, top_k=1)
+        # None of that has sent anything.
+        assert (handle.combine(received.tokens) == sums).all()
+
+        by_expert = passes.handle(experts, weights, layout="expert_major")
+        rows = by_expert.dispatch(tokens).tokens
+        own = len(passes.local_experts())
+        sums = by_expert.combine(rows, weights=weights)
+        assert (by_expert.combine(rows.reshape(-1, 16), weights=weights) == sums).all()
+        with pytest.raises(cw.TensorError, match=rf"it must be \({own}, {2 * TOKENS}, 16\)"):
+            by_expert.combine(np.pad(rows, ((0, 0), (0, 4), (0, 0))))
+        with pytest.raises(cw.TensorError, match=r"weights is \(2, 3\)"):
+            by_expert.combine(rows, weights=weights.T.copy())
+        quantised = by_expert.empty(like=tokens, scales="f32")
+        quantised.scales = np.empty((own, TOKENS, 2), np.float32)
+        with pytest.raises(cw.TensorError, match=r"room for scales is .* 1 elements of 4 bytes"):
+            by_expert.dispatch(tokens, quantise="f32", out=quantised)
+        with pytest.raises(cw.TensorError, match=r"scales is \(3, 2\)"):
+            by_expert.dispatch(np.zeros((3, 16), np.uint8), scales=np.ones((3, 2), np.float32))
+
+    in_threads(2, rank_main)
 
 
 def test_ranks_that_differ_are_told() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from .._crossweft import Communicator, MoeCounts, MoeGroup, MoeHandle
 from ..errors import CapacityError, TensorError, UsageError
 from ._kinds import Kind, dtype_of, kind_of
+from ._shapes import check
 
 #: How received tokens are laid out; each rank may have its own. Of L experts here, R ranks, at most M tokens of each:
 #:
@@ -23,6 +24,10 @@ Layout: TypeAlias = Literal["expert_major", "expert_packed", "rank_major", "flat
 #: Quantise tokens to f8e4m3 on the way, with one scale for each 128 elements: in f32, rounded up to powers of two or
 #: not, or as exponents plus 127 in bytes, four to an ``i32``.
 Quantise: TypeAlias = Literal["f32", "f32_powers_of_two", "ue8m0"]
+
+
+#: Bytes of elements.
+_SIZES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8}
 
 
 @dataclass
@@ -191,23 +196,26 @@ class Group:
         be the same on all ranks. ``weights`` are f32, of the same shape; 1 if none are given. Raises UsageError,
         TensorError.
         """
-        top_k, ids = _choices(experts, top_k)
+        top_k, ids = _choices(experts, weights, top_k)
         core = self._core.handle(experts, top_k, weights, layout=layout, alignment=alignment)
         return Handle(self, core, layout, top_k, ids)
 
 
-def _choices(experts: Any, top_k: int | None) -> tuple[int, str]:
+def _choices(experts: Any, weights: Any | None, top_k: int | None) -> tuple[int, str]:
     """How many experts a token has, and of what type they are."""
     ids = dtype_of(experts)
-    if top_k is not None:
-        return top_k, ids
-    shape = getattr(experts, "shape", None)
-    if shape is None or len(shape) != 2:
-        raise UsageError("experts must be [tokens, top_k], or top_k be given")
-    if ids == "u8":
-        # They would be taken for the bytes of larger ones.
-        raise TensorError("experts are of u8; they can be of i32 or i64")
-    return int(shape[1]), ids
+    if top_k is None:
+        shape = getattr(experts, "shape", None)
+        if shape is None or len(shape) != 2:
+            raise UsageError("experts must be [tokens, top_k], or top_k be given")
+        if ids == "u8":
+            # They would be taken for the bytes of larger ones.
+            raise TensorError("experts are of u8; they can be of i32 or i64")
+        top_k = int(shape[1])
+    check("experts", experts, top_k, _SIZES.get(ids, 1))
+    if weights is not None:
+        check("weights", weights, top_k)
+    return top_k, ids
 
 
 class Handle:
@@ -226,6 +234,13 @@ class Handle:
         self._layout: Layout = layout
         self._top_k = top_k
         self._ids = ids
+        ranks, most = group.world_size, group.max_tokens
+        #: Where rows have places of their own, whatever comes: for how many there are.
+        self._places: tuple[int, ...] = ()
+        if layout == "expert_major":
+            self._places = (len(group.local_experts()), ranks * most)
+        elif layout == "rank_major":
+            self._places = (ranks, most)
         #: Of what was sent last.
         self._kind: Kind | None = None
         self._scales: Quantise | None = None
@@ -266,7 +281,7 @@ class Handle:
 
     def route(self, experts: Any, weights: Any | None = None, *, top_k: int | None = None) -> None:
         """Takes the routing of another pass. Raises UsageError, TensorError; also if a call was not completed."""
-        top_k, ids = _choices(experts, top_k)
+        top_k, ids = _choices(experts, weights, top_k)
         self._core.route(experts, top_k, weights)
         self._top_k, self._ids = top_k, ids
 
@@ -291,10 +306,12 @@ class Handle:
         if out is None and self._layout in ("flat", "expert_packed"):
             self.dispatch_send(tokens, scales=scales, quantise=quantise)
             return self.dispatch_complete()
-        sent = _format(scales, quantise)
+        sent = self._check_sent(tokens, scales, quantise)
         kind = kind_of(tokens)
         if out is None:
             out = self._room(kind, sent, self._rows(sent))
+        else:
+            self._check_room(out, sent)
         try:
             self._core.dispatch(
                 tokens,
@@ -319,8 +336,9 @@ class Handle:
 
         Waits only if the call before the last has not been completed by all ranks.
         """
+        sent = self._check_sent(tokens, scales, quantise)
         self._core.dispatch_send(tokens, scales=scales, quantise=quantise)
-        self._kind, self._scales = kind_of(tokens), _format(scales, quantise)
+        self._kind, self._scales = kind_of(tokens), sent
 
     def wait_for_counts(self) -> MoeCounts:
         """Waits until it is known how many rows the dispatch that was sent brings."""
@@ -349,6 +367,8 @@ class Handle:
             if self._layout in ("flat", "expert_packed"):
                 rows = self.wait_for_counts().rows
             out = self._room(self._kind, self._scales, rows)
+        else:
+            self._check_room(out, self._scales)
         self._core.dispatch_complete(
             out.tokens, scales=out.scales, experts=out.experts, weights=out.weights, sources=out.sources
         )
@@ -363,8 +383,11 @@ class Handle:
         once, then the ranks' sums are, all in f32 and in a fixed order. A token without experts becomes 0. All ranks
         must call it. ``out`` has the sums; it is made if there is none.
         """
+        self._check_made(rows, weights)
         if out is None:
             out = self._sums(kind_of(rows))
+        else:
+            self._check("output", out)
         self._core.combine(rows, out, weights=weights)
         return out
 
@@ -373,6 +396,7 @@ class Handle:
 
         Waits only if the call before the last has not been completed by all ranks, and for weights that are given.
         """
+        self._check_made(rows, weights)
         self._core.combine_send(rows, weights=weights)
         self._kind = kind_of(rows)
 
@@ -382,8 +406,45 @@ class Handle:
             if self._kind is None:
                 raise UsageError("no combine was sent; send one before completing it")
             out = self._sums(self._kind)
+        else:
+            self._check("output", out)
         self._core.combine_complete(out)
         return out
+
+    def _check(self, what: str, tensor: Any, places: tuple[int, ...] = ()) -> None:
+        """That a tensor's rows are of the group's hidden size. Raises TensorError, as all of these."""
+        check(what, tensor, self._group.hidden, _SIZES[self._group.dtype], places)
+
+    def _check_sent(self, tokens: Any, scales: Any | None, quantise: Quantise | None) -> Quantise | None:
+        """What the scales of tokens on their way are."""
+        if scales is None:
+            self._check("tokens", tokens)
+            return quantise
+        form: Quantise = "f32" if dtype_of(scales) == "f32" else "ue8m0"
+        check("tokens", tokens, self._group.hidden, 1)
+        check("scales", scales, self._scale_columns(form))
+        return form
+
+    def _check_room(self, out: Received, scales: Quantise | None) -> None:
+        if scales is None:
+            self._check("room for tokens", out.tokens, self._places)
+        else:
+            check("room for tokens", out.tokens, self._group.hidden, 1, self._places)
+            if out.scales is not None:
+                check("room for scales", out.scales, self._scale_columns(scales), places=self._places)
+        is_by_expert = self._layout in ("expert_major", "expert_packed")
+        for what, tensor in (("experts", out.experts), ("weights", out.weights)):
+            if tensor is not None and not is_by_expert:
+                check(f"room for {what}", tensor, self._top_k, places=self._places)
+
+    def _check_made(self, rows: Any, weights: Any | None) -> None:
+        self._check("rows", rows, self._places)
+        if weights is not None and not isinstance(weights, str):
+            check("weights", weights, self._top_k)
+
+    def _scale_columns(self, scales: Quantise) -> int:
+        scale_bytes: int = self._core.output_shape(scales=scales)[2]
+        return scale_bytes // 4
 
     def _rows(self, scales: Quantise | None) -> int:
         """The most that a dispatch can bring."""
@@ -392,12 +453,7 @@ class Handle:
     def _room(self, kind: Kind, scales: Quantise | None, rows: int, weights: bool = True) -> Received:
         _, _, scale_bytes, experts_per_row = self._core.output_shape(scales=scales)
         group = self._group
-        ranks, most = group.world_size, group.max_tokens
-        shape: tuple[int, ...] = (rows,)
-        if self._layout == "expert_major":
-            shape = (len(group.local_experts()), ranks * most)
-        elif self._layout == "rank_major":
-            shape = (ranks, most)
+        shape = self._places or (rows,)
         each = (*shape, experts_per_row) if experts_per_row else shape
         scale_type = "i32" if scales == "ue8m0" else "f32"
         return Received(
@@ -410,10 +466,3 @@ class Handle:
 
     def _sums(self, kind: Kind) -> Any:
         return kind.empty((self._core.tokens, self._group.hidden), self._group.dtype)
-
-
-def _format(scales: Any | None, quantise: Quantise | None) -> Quantise | None:
-    """What the scales of tokens on their way are."""
-    if scales is None:
-        return quantise
-    return "f32" if dtype_of(scales) == "f32" else "ue8m0"
