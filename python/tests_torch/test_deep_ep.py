@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import crossweft as cw
 from crossweft.compat import deep_ep
 from crossweft.compat.deep_ep import Buffer, Config
+from crossweft.torch.moe import Exchange
 
 HERE = Path(__file__).parent
 TOP_K = 4
@@ -400,6 +401,32 @@ def test_what_cannot_be() -> None:
     in_threads(1, rank_main)
     with pytest.raises(cw.UsageError, match="a group or"):
         Buffer()
+
+
+def test_negative_views_are_refused() -> None:
+    """Their memory has the other sign. No rank sends anything."""
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        buffer = Buffer(communicator)
+        x = torch.ones(2, 128, dtype=torch.bfloat16)
+        topk_idx, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 2, 2, use_fp8=False)
+        negative = [torch._neg_view(each) for each in (x, rows, weights)]
+        exchange = Exchange(communicator, experts=2, max_tokens=2, hidden=128, top_k=1)
+        for call in (
+            lambda: buffer.low_latency_dispatch(negative[0], topk_idx, 2, 2, use_fp8=False),
+            lambda: buffer.low_latency_combine(negative[1], topk_idx, weights, handle),
+            lambda: buffer.low_latency_combine(rows, topk_idx, negative[2], handle),
+            lambda: buffer.low_latency_combine(rows, topk_idx, weights, handle, out=torch._neg_view(x)),
+            lambda: exchange.route(topk_idx).dispatch(negative[0]),
+            lambda: exchange.route(topk_idx).dispatch(x, negative[2]),
+        ):
+            with pytest.raises(cw.TensorError, match="negative view was given as .*resolve_neg"):
+                call()
+        sums, _, _ = buffer.low_latency_combine(rows, topk_idx, negative[2].resolve_neg(), handle)
+        assert torch.equal(sums, -x)
+
+    in_threads(2, rank_main)
 
 
 def test_configurations_and_sizes() -> None:
