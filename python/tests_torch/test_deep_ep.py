@@ -376,8 +376,10 @@ def test_what_cannot_be() -> None:
             buffer.combine(recv_x, tuple(handle))
         with pytest.raises(cw.UsageError, match="have its experts"):
             buffer.dispatch(x, handle=handle, topk_idx=topk_idx)
-        with pytest.raises(cw.UsageError, match="rows"):
-            buffer.combine(x[:1], handle)
+        wide = torch.nn.functional.pad(recv_x, (0, 128))
+        for wrong in (x[:1], torch.cat([recv_x, recv_x]), wide, recv_x.reshape(-1)):
+            with pytest.raises(cw.TensorError, match="the dispatch brought 2 rows of 128"):
+                buffer.combine(wrong, handle)
         for call in (buffer.internode_dispatch, buffer.internode_combine):
             with pytest.raises(deep_ep.Unsupported, match="several hosts"):
                 call(x)
@@ -401,6 +403,53 @@ def test_what_cannot_be() -> None:
     in_threads(1, rank_main)
     with pytest.raises(cw.UsageError, match="a group or"):
         Buffer()
+
+
+def test_tensors_of_another_shape_are_refused() -> None:
+    """They would be read with the wrong stride, be there bytes enough. No rank sends anything."""
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        buffer = Buffer(communicator)
+        x = torch.arange(1.0, 5).unsqueeze(1).expand(4, 128).bfloat16()
+        topk_idx, weights = torch.tensor([[0, 1], [1, -1], [0, -1], [1, 0]]), torch.ones(4, 2)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 2)
+        rows, _, of_rows, _, handle, _ = buffer.dispatch(
+            x, None, per_rank, None, in_rank, per_expert, topk_idx, weights
+        )
+        assert isinstance(rows, torch.Tensor) and of_rows is not None
+        bytes_of_x = torch.ones(8, 64, dtype=torch.bfloat16)
+        for other in (bytes_of_x, x[:3], torch.ones(4, 256, dtype=torch.bfloat16), x.float(), x.reshape(-1)):
+            with pytest.raises(cw.TensorError, match=r"a handle's other tokens are \(4, 128\)"):
+                buffer.dispatch(other, handle)
+        quantised = x.to(torch.float8_e4m3fn)
+        for sent in (quantised, (quantised, torch.ones(4, 2)), (x, torch.ones(4, 1))):
+            with pytest.raises(cw.TensorError, match="scales"):
+                buffer.dispatch(sent, handle)
+        with pytest.raises(cw.TensorError, match="a bias is"):
+            buffer.combine(rows, handle, bias=x[:1])
+        for wrong in (of_rows.bfloat16(), of_rows[:1], of_rows[:, 0], of_rows.repeat(1, 32)):
+            with pytest.raises(cw.TensorError, match="topk_weights is"):
+                buffer.combine(rows, handle, topk_weights=wrong)
+        sums, summed_weights, _ = buffer.combine(buffer.dispatch(x, handle)[0], handle, topk_weights=of_rows)
+        assert torch.equal(sums, x * in_rank.sum(1, keepdim=True).bfloat16())
+        assert summed_weights is not None and torch.equal(summed_weights, (topk_idx >= 0).float())
+
+        few, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 8, 2, use_fp8=False)
+        assert isinstance(few, torch.Tensor)
+        wide = torch.nn.functional.pad(few, (0, 128))
+        out = torch.empty(2, 256, dtype=torch.bfloat16)
+        for made, given, to in (
+            (wide, weights, None),
+            (few[:, :8].contiguous(), weights, None),
+            (few, weights.T.contiguous(), None),
+            (few, weights, out),
+        ):
+            with pytest.raises(cw.TensorError, match="shape of the (rows|weights|output) is"):
+                buffer.low_latency_combine(made, topk_idx, given, handle, out=to)
+        sums, _, _ = buffer.low_latency_combine(few, topk_idx, weights, handle)
+        assert torch.equal(sums, x * in_rank.sum(1, keepdim=True).bfloat16())
+
+    in_threads(2, rank_main)
 
 
 def test_negative_views_are_refused() -> None:

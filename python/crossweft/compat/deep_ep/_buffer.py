@@ -211,8 +211,7 @@ class Buffer:
         """
         normal = self._used(self._normal)
         with self._streams.call((x, topk_weights, bias), previous_event, async_finish) as ends:
-            sums = normal.combine(x, handle, bias)
-            weights = None if topk_weights is None else normal.combine_weights(topk_weights, handle)
+            sums, weights = normal.combine(x, handle, topk_weights, bias)
             return sums, weights, ends(sums, weights)
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -9,6 +9,7 @@ import torch
 from ... import moe
 from ..._crossweft import Communicator
 from ...errors import CapacityError, TensorError, UsageError
+from ...moe._shapes import check_sign
 from ._groups import Groups, Shape, type_of_sums
 
 #: The fewest tokens that memory is made for.
@@ -99,6 +100,23 @@ def strangers(index: torch.Tensor, experts: int) -> torch.Tensor:
     return ((index < -1) | (index >= experts)).any()
 
 
+def _check_scales(x: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """That there are scales where there must be, one for 128 elements of a token. Raises TensorError."""
+    is_quantised = x.dtype == torch.float8_e4m3fn
+    if scales is None:
+        if is_quantised:
+            raise TensorError(f"x is of {x.dtype} without scales; give (x, scales)")
+        return
+    check_sign("scales", scales)
+    groups = -(-x.shape[1] // 128)
+    columns = {torch.float32: groups, torch.int32: -(-groups // 4)}.get(scales.dtype)
+    if not is_quantised or scales.shape != (len(x), columns):
+        raise TensorError(
+            f"x is {tuple(x.shape)} of {x.dtype}, its scales {tuple(scales.shape)} of {scales.dtype}; of "
+            f"float8_e4m3fn they must be {(len(x), groups)} of float32, or {(len(x), -(-groups // 4))} of int32"
+        )
+
+
 _NO_SUCH_EXPERT = "topk_idx has experts that do not exist; there are {}, and -1 for none"
 
 #: What ranks tell each other before their numbers: how many tokens they have, and what is wrong with them.
@@ -178,38 +196,50 @@ class Normal:
 
     def again(self, x: torch.Tensor, scales: torch.Tensor | None, handle: Any) -> moe.Received:
         """Sends other tokens the ways of those before."""
-        return self._send(_way(handle), x, scales)
-
-    def combine(self, x: torch.Tensor, handle: Any, bias: Bias) -> torch.Tensor:
-        """Sums each token's rows."""
         way = _way(handle)
-        sums: torch.Tensor = way.handle.combine(_at_least(x.detach().contiguous(), way))
-        biases = bias if isinstance(bias, tuple) else (bias,)
-        given = [tensor for tensor in biases if tensor is not None]
-        if not given:
-            return sums
-        total = sums.float()
+        group, before = way.group, (len(way.experts), way.group.hidden)
+        if x.shape != before or type_of_sums(x.dtype) != group.dtype:
+            raise TensorError(
+                f"x is {tuple(x.shape)} of {x.dtype}; a handle's other tokens are {before} that come back in "
+                f"{group.dtype}, as those before"
+            )
+        _check_scales(x, scales)
+        return self._send(way, x, scales)
+
+    def combine(
+        self, x: torch.Tensor, handle: Any, weights: torch.Tensor | None, bias: Bias
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sums each token's rows, and its weights if there are any."""
+        way = _way(handle)
+        tokens, hidden = len(way.experts), way.group.hidden
+        # All of it before anything is sent, or the other ranks would wait for the rest.
+        rows = _all("x", x, hidden, way)
+        given = [tensor for tensor in (bias if isinstance(bias, tuple) else (bias,)) if tensor is not None]
         for tensor in given:
-            if tensor.shape != sums.shape:
-                raise TensorError(f"a bias is {tuple(tensor.shape)}; the sums are {tuple(sums.shape)}")
-            total = total + tensor.detach().float()
-        return total.to(sums.dtype)
+            if tensor.shape != (tokens, hidden):
+                raise TensorError(f"a bias is {tuple(tensor.shape)}; the sums are {(tokens, hidden)}")
+        of_rows = None if weights is None else _weights(weights, way)
+        sums: torch.Tensor = way.handle.combine(rows)
+        of_tokens = None
+        if weights is not None and of_rows is not None:
+            of_tokens = self._sum_weights(of_rows, way)[:, : weights.shape[1]].contiguous()
+        if given:
+            total = sums.float()
+            for tensor in given:
+                total = total + tensor.detach().float()
+            sums = total.to(sums.dtype)
+        return sums, of_tokens
 
-    def combine_weights(self, weights: torch.Tensor, handle: Any) -> torch.Tensor:
+    def _sum_weights(self, rows: torch.Tensor, way: Pass) -> torch.Tensor:
         """Brings weights of rows back, each token's summed over the ranks, in f32."""
-        way = _way(handle)
-        top_k = weights.shape[1]
-        if top_k > _WEIGHTS or weights.dtype != torch.float32:
-            raise TensorError(f"topk_weights are {top_k} a row, of {weights.dtype}; they can be {_WEIGHTS} of float32")
         if way.of_weights is None:
             group = way.group
             shape = Shape(group.experts, group.max_tokens, _WEIGHTS, "f32")
             way.of_weights = self._groups.at_least(shape).handle(way.experts, layout="flat")
-            zeros = weights.new_zeros(len(way.experts), _WEIGHTS)
+            zeros = rows.new_zeros(len(way.experts), _WEIGHTS)
             way.of_weights.dispatch(zeros, out=way.room(zeros, None), bounded=True)
-        rows = torch.nn.functional.pad(weights.detach(), (0, _WEIGHTS - top_k))
-        sums: torch.Tensor = way.of_weights.combine(_at_least(rows, way))
-        return sums[:, :top_k].contiguous()
+        sums: torch.Tensor = way.of_weights.combine(rows)
+        return sums
 
     def _everybody(
         self, tokens: int, wrong: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor
@@ -237,12 +267,26 @@ class Normal:
         return out
 
 
-def _at_least(rows: torch.Tensor, way: Pass) -> torch.Tensor:
-    """Rows as a combine takes them: those that came, or there was room for."""
-    if len(rows) < way.rows:
-        raise UsageError(f"x has {len(rows)} rows; the dispatch brought {way.rows}")
-    missing = max(way.rows, way.worst_rows) - len(rows)
-    return rows if missing <= 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing))
+def _weights(weights: torch.Tensor, way: Pass) -> torch.Tensor:
+    """Weights as they cross. Raises TensorError."""
+    top_k = weights.shape[1] if weights.dim() == 2 else 0
+    if top_k not in range(1, _WEIGHTS + 1) or weights.dtype != torch.float32:
+        raise TensorError(
+            f"topk_weights is {tuple(weights.shape)} of {weights.dtype}; it can be [rows, 1 to {_WEIGHTS}] of float32"
+        )
+    rows = _all("topk_weights", weights, top_k, way)
+    return torch.nn.functional.pad(rows, (0, _WEIGHTS - top_k))
+
+
+def _all(what: str, rows: torch.Tensor, columns: int, way: Pass) -> torch.Tensor:
+    """Rows as a combine takes them, of those that came or all that there was room for."""
+    room = max(way.rows, way.worst_rows)
+    if rows.dim() != 2 or len(rows) not in (way.rows, room) or rows.shape[1] != columns:
+        raise TensorError(f"{what} is {tuple(rows.shape)}; the dispatch brought {way.rows} rows of {columns}")
+    check_sign(what, rows)
+    missing = room - len(rows)
+    dense = rows.detach().contiguous()
+    return dense if missing == 0 else torch.nn.functional.pad(dense, (0, 0, 0, missing))
 
 
 def _refuse(wrong: list[int], experts: int, own: int) -> None:
