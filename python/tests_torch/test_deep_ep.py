@@ -452,6 +452,52 @@ def test_tensors_of_another_shape_are_refused() -> None:
     in_threads(2, rank_main)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"topk_weights": torch.ones(2, 1).double()}, cw.TensorError, "topk_weights is .* of torch.float32"),
+        ({"topk_weights": torch.ones(1, 2)}, cw.TensorError, "topk_weights is"),
+        ({"topk_weights": torch._neg_view(torch.ones(2, 1))}, cw.TensorError, "negative view"),
+        ({"topk_idx": torch.tensor([[0]])}, cw.TensorError, r"topk_idx is \(1, 1\); it must be \[2, 1 to 32\]"),
+        ({"topk_idx": torch.tensor([0, 1])}, cw.TensorError, "topk_idx is"),
+        ({"topk_idx": torch.tensor([[0], [2]])}, cw.UsageError, "do not exist"),
+        ({"topk_idx": None}, cw.UsageError, "give both, or none"),
+        ({"x": torch.ones(2, 128).double()}, cw.TensorError, "float64"),
+        ({"x": torch.ones(128)}, cw.TensorError, r"x is \(128,\)"),
+        ({"x": torch.ones(2, 128, device="meta")}, cw.TensorError, "x is on meta; the buffer is on cpu"),
+        ({"x": torch.ones(2, 128).to(torch.float8_e4m3fn)}, cw.TensorError, "without scales"),
+        ({"is_token_in_rank": torch.ones(2, 3).bool()}, cw.TensorError, "is_token_in_rank is"),
+        ({"expert_alignment": 0}, cw.UsageError, "expert_alignment is 0"),
+        ({"expert_alignment": -4}, cw.UsageError, "expert_alignment is -4"),
+        ({"num_worst_tokens": -1}, cw.UsageError, "num_worst_tokens -1"),
+    ],
+)
+def test_wrong_arguments_of_one_rank_are_told_to_all(wrong: dict[str, Any], error: type, words: str) -> None:
+    """At once; and the next dispatch goes well."""
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        buffer = Buffer(communicator)
+        topk_idx = torch.tensor([[0], [1]])
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 2)
+        given: dict[str, Any] = {
+            "x": torch.ones(2, 128, dtype=torch.bfloat16),
+            "num_tokens_per_rank": per_rank,
+            "num_tokens_per_expert": per_expert,
+            "is_token_in_rank": in_rank,
+            "topk_idx": topk_idx,
+            "topk_weights": torch.ones(2, 1),
+        }
+        if communicator.rank == 1:
+            with pytest.raises(error, match=words):
+                buffer.dispatch(**{**given, **wrong})
+        else:
+            with pytest.raises(cw.UsageError, match="of rank 1"):
+                buffer.dispatch(**given)
+        assert buffer.dispatch(**given)[3] == [2]
+
+    in_threads(2, rank_main)
+
+
 def test_negative_views_are_refused() -> None:
     """Their memory has the other sign. No rank sends anything."""
 

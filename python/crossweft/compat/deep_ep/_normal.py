@@ -10,6 +10,7 @@ from ... import moe
 from ..._crossweft import Communicator
 from ...errors import CapacityError, TensorError, UsageError
 from ...moe._shapes import check_sign
+from ._config import TOP_K
 from ._groups import Groups, Shape, type_of_sums
 
 #: The fewest tokens that memory is made for.
@@ -77,14 +78,22 @@ def first_experts(experts: int, ranks: int, device: torch.device) -> torch.Tenso
 
 def layout(topk_idx: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens for each rank and for each expert, and which tokens are for which rank. Waits for no device."""
+    _check_experts(topk_idx)
+    if topk_idx.device.type == "cpu" and bool(strangers(topk_idx, experts)):
+        raise UsageError(_NO_SUCH_EXPERT.format(experts))
+    return _layout(topk_idx, experts, ranks)
+
+
+def _check_experts(topk_idx: torch.Tensor) -> None:
     if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
         raise TensorError(
             f"topk_idx is {tuple(topk_idx.shape)} of {topk_idx.dtype}; it must be [tokens, top-k] of int64"
         )
+
+
+def _layout(topk_idx: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     index = topk_idx.long()
     device = index.device
-    if device.type == "cpu" and bool(strangers(index, experts)):
-        raise UsageError(_NO_SUCH_EXPERT.format(experts))
     # The first place is for those that are none.
     places = (index + 1).clamp(0, experts).flatten()
     per_expert = torch.zeros(experts + 1, dtype=torch.int32, device=device)
@@ -107,7 +116,6 @@ def _check_scales(x: torch.Tensor, scales: torch.Tensor | None) -> None:
         if is_quantised:
             raise TensorError(f"x is of {x.dtype} without scales; give (x, scales)")
         return
-    check_sign("scales", scales)
     groups = -(-x.shape[1] // 128)
     columns = {torch.float32: groups, torch.int32: -(-groups // 4)}.get(scales.dtype)
     if not is_quantised or scales.shape != (len(x), columns):
@@ -121,7 +129,7 @@ _NO_SUCH_EXPERT = "topk_idx has experts that do not exist; there are {}, and -1 
 
 #: What ranks tell each other before their numbers: how many tokens they have, and what is wrong with them.
 _TOLD = 2
-_STRANGERS, _OTHER_RANKS, _OTHER_COUNTS = 1, 2, 4
+_STRANGERS, _OTHER_RANKS, _OTHER_COUNTS, _ARGUMENTS = 1, 2, 4, 8
 
 
 class Normal:
@@ -149,23 +157,27 @@ class Normal:
                 "a dispatch without a handle needs num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank: "
                 "those of get_dispatch_layout"
             )
-        dtype = type_of_sums(x.dtype)
         job = self._communicator
         ranks, experts = job.world_size, per_expert.numel()
-        if tuple(in_rank.shape) != (len(x), ranks) or per_rank.numel() != ranks:
-            raise TensorError(
-                f"is_token_in_rank is {tuple(in_rank.shape)}, num_tokens_per_rank has {per_rank.numel()} elements; "
-                f"there are {len(x)} tokens and {ranks} ranks"
-            )
+        try:
+            if alignment < 1 or worst_tokens < 0:
+                raise UsageError(
+                    f"expert_alignment is {alignment}, num_worst_tokens {worst_tokens}; give 1 or more, and 0 or more"
+                )
+            self._check(x, scales, routing, (per_rank, per_expert, in_rank))
+        except Exception:
+            # The others raise too, rather than wait for this rank.
+            nothing = torch.zeros(ranks + experts, dtype=torch.int32, device=job.device)
+            self._everybody(0, nothing.new_full((), _ARGUMENTS), nothing[:ranks], nothing[ranks:])
+            raise
+        dtype = type_of_sums(x.dtype)
         if topk_idx is None:
-            if topk_weights is not None:
-                raise UsageError("topk_weights are of topk_idx; give both, or none")
             # Any expert of a rank stands for it.
             index = torch.where(in_rank, first_experts(experts, ranks, in_rank.device), -1)
             wrong = in_rank.new_zeros((), dtype=torch.int32)
         else:
             index = topk_idx.detach().contiguous()
-            is_other = (layout(index, experts, ranks)[2] != in_rank).any()
+            is_other = (_layout(index, experts, ranks)[2] != in_rank).any()
             wrong = _STRANGERS * strangers(index, experts).int() | _OTHER_RANKS * is_other.int()
         is_other = (in_rank.sum(0) != per_rank).any()
         wrong = wrong | _OTHER_COUNTS * is_other.int()
@@ -241,6 +253,45 @@ class Normal:
         sums: torch.Tensor = way.of_weights.combine(rows)
         return sums
 
+    def _check(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        routing: tuple[torch.Tensor | None, torch.Tensor | None],
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """All that a dispatch is given, but for values."""
+        topk_idx, topk_weights = routing
+        per_rank, per_expert, in_rank = given
+        ranks, device = self._communicator.world_size, torch.device(self._communicator.device)
+        names = ("x", "its scales", "topk_idx", "topk_weights", "num_tokens_per_rank", "num_tokens_per_expert")
+        for what, tensor in zip((*names, "is_token_in_rank"), (x, scales, *routing, *given), strict=True):
+            if tensor is not None and tensor.device != device:
+                raise TensorError(f"{what} is on {tensor.device}; the buffer is on {device}, so copy it there")
+            check_sign(what, tensor)
+        if x.dim() != 2:
+            raise TensorError(f"x is {tuple(x.shape)}; it must be [tokens, hidden size]")
+        type_of_sums(x.dtype)
+        _check_scales(x, scales)
+        if in_rank.shape != (len(x), ranks) or per_rank.numel() != ranks:
+            raise TensorError(
+                f"is_token_in_rank is {tuple(in_rank.shape)}, num_tokens_per_rank has {per_rank.numel()} elements; "
+                f"there are {len(x)} tokens and {ranks} ranks"
+            )
+        if topk_idx is None:
+            if topk_weights is not None:
+                raise UsageError("topk_weights are of topk_idx; give both, or none")
+            return
+        _check_experts(topk_idx)
+        top_k = topk_idx.shape[1]
+        if len(topk_idx) != len(x) or not 0 < top_k <= TOP_K:
+            raise TensorError(f"topk_idx is {tuple(topk_idx.shape)}; it must be [{len(x)}, 1 to {TOP_K}]")
+        if topk_weights is not None and (topk_weights.shape, topk_weights.dtype) != (topk_idx.shape, torch.float32):
+            raise TensorError(
+                f"topk_weights is {tuple(topk_weights.shape)} of {topk_weights.dtype}; it must be "
+                f"{tuple(topk_idx.shape)} of torch.float32"
+            )
+
     def _everybody(
         self, tokens: int, wrong: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor
     ) -> torch.Tensor:
@@ -293,6 +344,8 @@ def _refuse(wrong: list[int], experts: int, own: int) -> None:
     """Raises what is wrong with some rank's routing, on all ranks."""
     for rank, what in enumerate(wrong):
         whose = "" if rank == own else f" of rank {rank}"
+        if what & _ARGUMENTS:
+            raise UsageError(f"the arguments{whose} are wrong, as is raised there; no tokens were sent")
         if what & _STRANGERS:
             raise UsageError(_NO_SUCH_EXPERT.format(experts).replace("topk_idx", f"topk_idx{whose}"))
         if what & _OTHER_RANKS:
