@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -213,6 +214,32 @@ def _check_mscclpp(group: Any, rank: int) -> None:
 
 def test_a_group_of_sglang_uses_it(tmp_path: Path) -> None:
     in_processes(2, _coordinator_uses_it, tmp_path, CROSSWEFT_SGLANG="all", CROSSWEFT_MAX_BYTES=str(2 << 20))
+
+
+@pytest.mark.parametrize("case", ["dispatcher", "kernel", "registry"])
+def test_deep_ep_stays_if_the_plugin_refuses_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    from sglang.kernels.ops.quantization import fp8_kernel
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    theirs = ModuleType("deep_ep")
+    monkeypatch.setitem(sys.modules, "deep_ep", theirs)
+    monkeypatch.setenv(plugin.SWITCH, "ep")
+    if case == "dispatcher":
+        monkeypatch.delattr(deepep, "use_deepep")
+    elif case == "kernel":
+        monkeypatch.setattr(deepep, "use_deepep", False)
+        monkeypatch.delattr(fp8_kernel, "sglang_per_token_group_quant_fp8")
+    else:
+        monkeypatch.setattr(HookRegistry, "register", lambda target, hook: None)
+    before, hooks = dict(vars(deepep)), dict(HookRegistry._hooks)
+    assert not plugin.register()
+    assert sys.modules["deep_ep"] is theirs and vars(deepep) == before and HookRegistry._hooks == hooks
+    [record] = [each for each in caplog.records if each.levelno == logging.ERROR]
+    words = {"dispatcher": "use_deepep", "kernel": "sglang_per_token_group_quant_fp8", "registry": "TypeError: "}
+    assert "changes nothing in SGLang" in record.message and words[case] in record.message
 
 
 def _their_own_takes_the_rest() -> None:

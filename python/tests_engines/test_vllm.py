@@ -7,8 +7,10 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -99,18 +101,44 @@ def test_what_does_not_fit_is_refused_loudly(
     assert "changes nothing in vLLM" in record.message and words[case] in record.message
 
 
-def test_another_communicator_than_is_known_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, platform: Any
+@pytest.fixture
+def deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A ``deep_ep`` of somebody else's, which vLLM has not looked for yet."""
+    from vllm.utils import import_utils
+
+    theirs = ModuleType("deep_ep")
+    monkeypatch.setitem(sys.modules, "deep_ep", theirs)
+    monkeypatch.setitem(sys.modules, "deep_ep.part", theirs)
+    clear = import_utils._has_module.cache_clear
+    clear()
+    yield theirs
+    clear()
+
+
+@pytest.mark.parametrize("case", ["not found", "no cache", "another class"])
+def test_deep_ep_is_there_again_if_the_plugin_refuses_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, platform: Any, deep_ep: ModuleType, case: str
 ) -> None:
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+    from vllm.utils import import_utils
 
-    monkeypatch.setenv(plugin.SWITCH, "1")
-    assert plugin.register()
-    monkeypatch.setattr(CudaCommunicator, "all_gather", lambda self, input_, axis=-1: None)
+    monkeypatch.setenv(plugin.SWITCH, "ep")
     _listen(monkeypatch)
-    with caplog.at_level(logging.ERROR):
-        assert platform.get_device_communicator_cls() == plugin.THEIRS
-    assert "is not called as" in caplog.text
+    if case == "another class":
+        assert plugin.register() and sys.modules["deep_ep"].__name__ == "crossweft.compat.deep_ep"
+        monkeypatch.setattr(CudaCommunicator, "all_gather", lambda self, input_, axis=-1: None)
+    elif case == "not found":
+        monkeypatch.setattr(import_utils, "has_deep_ep", lambda: False)
+    else:
+        monkeypatch.setattr(import_utils, "_has_module", lambda name: True)
+    caplog.clear()
+    if case != "another class":
+        assert not plugin.register()
+    assert platform.get_device_communicator_cls() == plugin.THEIRS
+    assert sys.modules["deep_ep"] is deep_ep is sys.modules["deep_ep.part"]
+    [record] = [each for each in caplog.records if each.levelno == logging.ERROR]
+    words = {"not found": "does not find deep_ep", "no cache": "AttributeError: ", "another class": "is not called as"}
+    assert "changes nothing in vLLM" in record.message and words[case] in record.message
 
 
 @pytest.mark.parametrize("value", ["1", "ep", "all"])

@@ -550,7 +550,7 @@ def test_configurations_and_sizes() -> None:
         Buffer.get_low_latency_rdma_size_hint(0, 7168, 8, 256)
 
 
-def test_installed_on_request_only() -> None:
+def test_installed_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "deep_ep" not in sys.modules
     deep_ep.install()
     try:
@@ -562,14 +562,18 @@ def test_installed_on_request_only() -> None:
     finally:
         deep_ep.uninstall()
     assert "deep_ep" not in sys.modules and "deep_ep.utils" not in sys.modules
-    sys.modules["deep_ep"] = sys.modules["math"]
+    monkeypatch.setitem(sys.modules, "deep_ep", math)
+    monkeypatch.setitem(sys.modules, "deep_ep.part", math)
     try:
         with pytest.raises(cw.ShadowError):
             deep_ep.install()
         deep_ep.install(shadow=True)
         assert sys.modules["deep_ep"] is sys.modules["crossweft.compat.deep_ep"]
+        assert "deep_ep.part" not in sys.modules
     finally:
         deep_ep.uninstall()
+    # What was hidden is there again.
+    assert sys.modules["deep_ep"] is math is sys.modules["deep_ep.part"]
 
 
 def test_process_groups() -> None:

@@ -86,4 +86,5 @@ def check_signature(theirs: Any, ours: Any, given: int = 0) -> None:
 def refuse(log: logging.Logger, engine: str, error: Exception) -> None:
     """Says that an engine stays as it is. Engines treat exceptions of plugins differently: one stops at them, one goes
     on."""
-    log.error("crossweft changes nothing in %s: %s", engine, error)
+    is_told = isinstance(error, (ImportError, UnsupportedEngine, ValueError))
+    log.error("crossweft changes nothing in %s: %s", engine, error if is_told else f"{type(error).__name__}: {error}")

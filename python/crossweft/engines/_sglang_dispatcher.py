@@ -6,6 +6,7 @@ SGLang's own dispatcher for DeepEP, with crossweft's ``Buffer`` in the place of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.moe.token_dispatcher import deepep
@@ -31,13 +32,21 @@ class CrossweftDispatcher(deepep.DeepEPDispatcher):  # type: ignore[misc]
         )
 
 
-def take_place() -> None:
-    """Lets SGLang's dispatchers find crossweft where they look for DeepEP, whether they have looked already or not."""
-    deep_ep.install(shadow=True)
-    deepep.Buffer, deepep.Config = deep_ep.Buffer, deep_ep.Config
+def place() -> Callable[[], None]:
+    """What lets SGLang's dispatchers find crossweft where they look for DeepEP, whether they have looked already or
+    not. Nothing is changed before it is called. Raises UnsupportedEngine, ImportError."""
+    names: dict[str, Any] = {"Buffer": deep_ep.Buffer, "Config": deep_ep.Config}
+    if not hasattr(deepep, "use_deepep"):
+        raise UnsupportedEngine(f"{deepep.__name__} does not say whether it has found deep_ep (use_deepep)")
     if not deepep.use_deepep:
         from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 
         # What it has not come to, as it has found no DeepEP.
-        deepep.sglang_per_token_group_quant_fp8 = sglang_per_token_group_quant_fp8
-        deepep.use_deepep, deepep._deepep_import_error = True, None
+        names |= {"sglang_per_token_group_quant_fp8": sglang_per_token_group_quant_fp8}
+        names |= {"use_deepep": True, "_deepep_import_error": None}
+
+    def take() -> None:
+        deep_ep.install(shadow=True)
+        vars(deepep).update(names)
+
+    return take

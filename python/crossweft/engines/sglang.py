@@ -80,17 +80,21 @@ def register() -> bool:
             return False
         version = check_version("sglang", TESTED)
         hooks = _hooks(asked)
-    except (ImportError, UnsupportedEngine) as error:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        take_place: Callable[[], None] | None = None
+        if "ep" in asked:
+            from ._sglang_dispatcher import place
+
+            take_place = place()
+        # All is known to be there.
+        for target, hook, kind in hooks:
+            HookRegistry.register(target, hook, kind)
+        if take_place is not None:
+            take_place()
+    except Exception as error:
         refuse(logger, "SGLang", error)
         return False
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    if "ep" in asked:
-        from ._sglang_dispatcher import take_place
-
-        take_place()
-    for target, hook, kind in hooks:
-        HookRegistry.register(target, hook, kind)
     logger.info("crossweft is used in SGLang %s: %s", version, ", ".join(sorted(asked)))
     return True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ._plugin import UnsupportedEngine, asked_for, check_contract, check_version, refuse
@@ -48,11 +49,11 @@ def register() -> bool:
             raise UnsupportedEngine(f"its CUDA platform names {named}, not {THEIRS}")
         if "ep" in asked:
             _name_deep_ep()
-    except (ImportError, UnsupportedEngine) as error:
+        if named == THEIRS:
+            CudaPlatformBase.get_device_communicator_cls = classmethod(_communicator_class)
+    except Exception as error:
         refuse(logger, "vLLM", error)
         return False
-    if named == THEIRS:
-        CudaPlatformBase.get_device_communicator_cls = classmethod(_communicator_class)
     logger.info("crossweft is used in vLLM %s: %s", version, ", ".join(sorted(asked)))
     return True
 
@@ -64,13 +65,23 @@ def _name_deep_ep() -> None:
     layers = sys.modules.get("vllm.model_executor.layers.fused_moe.all2all_utils")
     if layers is not None and not hasattr(layers, "DeepEPLLPrepareAndFinalize"):
         raise UnsupportedEngine("its layers of experts were loaded before the plugin, and have found no deep_ep")
+    has_deep_ep, forget = _finder()
     deep_ep.install(shadow=True)
+    try:
+        forget()
+        if not has_deep_ep():
+            raise UnsupportedEngine("it does not find deep_ep, which crossweft has put in its place")
+    except Exception:
+        deep_ep.uninstall()
+        forget()
+        raise
+
+
+def _finder() -> tuple[Callable[[], bool], Callable[[], None]]:
+    """How vLLM looks for DeepEP, and forgets what it has found."""
     from vllm.utils import import_utils
 
-    # It keeps what it has found.
-    import_utils._has_module.cache_clear()
-    if not import_utils.has_deep_ep():
-        raise UnsupportedEngine("it does not find deep_ep, which crossweft has put in its place")
+    return import_utils.has_deep_ep, import_utils._has_module.cache_clear
 
 
 def _communicator_class(platform: Any) -> str:
@@ -82,7 +93,13 @@ def _communicator_class(platform: Any) -> str:
         from ._vllm_communicator import CrossweftCommunicator
 
         check_contract(CudaCommunicator, CrossweftCommunicator, CONTRACT)
-    except (ImportError, UnsupportedEngine) as error:
+    except Exception as error:
         refuse(logger, "vLLM", error)
+        if "ep" in asked_for(SWITCH, CHOICES):
+            from ..compat import deep_ep
+
+            # Groups are made before layers of experts are loaded.
+            deep_ep.uninstall()
+            _finder()[1]()
         return THEIRS
     return OURS

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import ModuleType
 
 try:
     import torch
@@ -35,6 +36,9 @@ __all__ = ["Buffer", "Config", "EventOverlap", "Unsupported", "install", "topk_i
 
 _NAME = "deep_ep"
 
+#: What was there before.
+_hidden: dict[str, ModuleType] = {}
+
 #: What experts of tokens are.
 topk_idx_t = torch.int64
 
@@ -48,17 +52,20 @@ def install(*, shadow: bool = False) -> None:
         found = _NAME in sys.modules or importlib.util.find_spec(_NAME) is not None
         if found:
             raise ShadowError("deep_ep is installed; install(shadow=True) hides it in this process")
-    _forget()
+    _hidden.update(_forget())
     sys.modules[_NAME] = ours
     sys.modules[f"{_NAME}.utils"] = utils
 
 
 def uninstall() -> None:
-    """Forgets what :func:`install` has made."""
+    """Forgets what :func:`install` has made; what that has hidden is there again."""
     if sys.modules.get(_NAME) is sys.modules[__name__]:
         _forget()
+        sys.modules.update(_hidden)
+        _hidden.clear()
 
 
-def _forget() -> None:
-    for name in [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]:
-        del sys.modules[name]
+def _forget() -> dict[str, ModuleType]:
+    """Takes all modules of the name away, and returns them."""
+    names = [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]
+    return {name: sys.modules.pop(name) for name in names}
