@@ -371,6 +371,8 @@ def _experts_use_it() -> None:
             made = (got.hidden_states.float() * of_experts.view(-1, 1, 1)).bfloat16()
             held = deepep.DeepEPLLCombineInput(made, got.topk_ids, got.topk_weights)
         assert torch.equal(dispatcher.combine(combine_input=held), expected), is_extend.now
+    # CROSSWEFT_TIMEOUT.
+    assert buffers.buffers["deepep_ep_state"].buffer.timeout == 120
     with pytest.raises(UnsupportedEngine, match="single-batch overlap"):
         dispatcher.set_overlap_args(None, {})
     output.now = deepep.DispatcherOutputDtype.NVFP4

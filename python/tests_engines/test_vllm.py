@@ -115,7 +115,7 @@ def deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     clear()
 
 
-@pytest.mark.parametrize("case", ["not found", "no cache", "another class"])
+@pytest.mark.parametrize("case", ["not found", "no cache", "time limit", "another class"])
 def test_deep_ep_is_there_again_if_the_plugin_refuses_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, platform: Any, deep_ep: ModuleType, case: str
 ) -> None:
@@ -129,6 +129,8 @@ def test_deep_ep_is_there_again_if_the_plugin_refuses_itself(
         monkeypatch.setattr(CudaCommunicator, "all_gather", lambda self, input_, axis=-1: None)
     elif case == "not found":
         monkeypatch.setattr(import_utils, "has_deep_ep", lambda: False)
+    elif case == "time limit":
+        monkeypatch.setenv("CROSSWEFT_TIMEOUT", "soon")
     else:
         monkeypatch.setattr(import_utils, "_has_module", lambda name: True)
     caplog.clear()
@@ -137,7 +139,12 @@ def test_deep_ep_is_there_again_if_the_plugin_refuses_itself(
     assert platform.get_device_communicator_cls() == plugin.THEIRS
     assert sys.modules["deep_ep"] is deep_ep is sys.modules["deep_ep.part"]
     [record] = [each for each in caplog.records if each.levelno == logging.ERROR]
-    words = {"not found": "does not find deep_ep", "no cache": "AttributeError: ", "another class": "is not called as"}
+    words = {
+        "not found": "does not find deep_ep",
+        "no cache": "AttributeError: ",
+        "time limit": "CROSSWEFT_TIMEOUT is 'soon'",
+        "another class": "is not called as",
+    }
     assert "changes nothing in vLLM" in record.message and words[case] in record.message
 
 
@@ -275,6 +282,8 @@ def _experts_use_it() -> None:
     assert type(manager) is _vllm_all2all.HighThroughputManager and manager.max_sms_used() is None
     buffer = manager.get_handle({})
     assert manager.get_handle({}) is buffer and type(buffer).__module__.startswith("crossweft.")
+    # CROSSWEFT_TIMEOUT.
+    assert buffer.timeout == 120
     many = DeepEPHTPrepareAndFinalize(buffer, num_dispatchers=ranks, dp_size=ranks, rank_expert_offset=rank * own)
     for _ in range(2):
         got, scales, meta, idx, of_rows = many.prepare(

@@ -57,9 +57,14 @@ class Settings:
             host=_host(),
             device=device.type,
             max_bytes=_number("CROSSWEFT_MAX_BYTES", int, MAX_BYTES),
-            timeout=_number("CROSSWEFT_TIMEOUT", float, TIMEOUT),
+            timeout=time_limit(),
             dtypes=dtypes,
         )
+
+
+def time_limit() -> float:
+    """Seconds that a call may take. Raises ValueError if the variable makes no sense."""
+    return _number("CROSSWEFT_TIMEOUT", float, TIMEOUT)
 
 
 def _number(variable: str, kind: type[N], usual: N) -> N:

@@ -12,6 +12,7 @@ from typing import Any
 from sglang.srt.layers.moe.token_dispatcher import deepep
 
 from ..compat import deep_ep
+from ._communicator import time_limit
 from ._plugin import UnsupportedEngine
 
 
@@ -35,6 +36,7 @@ class CrossweftDispatcher(deepep.DeepEPDispatcher):  # type: ignore[misc]
 def place() -> Callable[[], None]:
     """What lets SGLang's dispatchers find crossweft where they look for DeepEP, whether they have looked already or
     not. Nothing is changed before it is called. Raises UnsupportedEngine, ImportError."""
+    limit = time_limit()
     names: dict[str, Any] = {"Buffer": deep_ep.Buffer, "Config": deep_ep.Config}
     if not hasattr(deepep, "use_deepep"):
         raise UnsupportedEngine(f"{deepep.__name__} does not say whether it has found deep_ep (use_deepep)")
@@ -48,5 +50,6 @@ def place() -> Callable[[], None]:
     def take() -> None:
         deep_ep.install(shadow=True)
         vars(deepep).update(names)
+        deep_ep.Buffer.default_timeout = limit
 
     return take

@@ -61,7 +61,9 @@ def register() -> bool:
 def _name_deep_ep() -> None:
     """Lets vLLM find crossweft where it looks for DeepEP. Raises UnsupportedEngine if it has looked before."""
     from ..compat import deep_ep
+    from ._communicator import time_limit
 
+    limit = time_limit()
     layers = sys.modules.get("vllm.model_executor.layers.fused_moe.all2all_utils")
     if layers is not None and not hasattr(layers, "DeepEPLLPrepareAndFinalize"):
         raise UnsupportedEngine("its layers of experts were loaded before the plugin, and have found no deep_ep")
@@ -75,6 +77,7 @@ def _name_deep_ep() -> None:
         deep_ep.uninstall()
         forget()
         raise
+    deep_ep.Buffer.default_timeout = limit
 
 
 def _finder() -> tuple[Callable[[], bool], Callable[[], None]]:

@@ -32,7 +32,8 @@ class Buffer:
     :class:`crossweft.Communicator`; or ``comm``, one of mpi4py. Collective.
 
     Tensors are on ``device``: on torch's current CUDA device unless another is given, in host memory (``"cpu"``) where
-    torch sees none, or where the communicator computes if that is given.
+    torch sees none, or where the communicator computes if that is given. A call takes ``timeout`` seconds at most,
+    ``Buffer.default_timeout`` if none are given.
 
     Sizes, ``num_qps_per_rank``, ``allow_nvlink_for_low_latency_mode``, ``allow_mnnvl`` and ``use_fabric`` decide
     nothing here. With ``enable_shrink``, low-latency calls leave out a rank that is gone, or late by ``timeout``
@@ -41,6 +42,8 @@ class Buffer:
     """
 
     num_sms: ClassVar[int] = 20
+    #: Of buffers that are given none. Plugins of engines, which make them without, set it.
+    default_timeout: ClassVar[float] = 100.0
 
     def __init__(
         self,
@@ -56,10 +59,13 @@ class Buffer:
         enable_shrink: bool = False,
         comm: Any = None,
         *,
-        timeout: float = 100.0,
+        timeout: float | None = None,
         device: str | torch.device | None = None,
     ) -> None:
+        timeout = Buffer.default_timeout if timeout is None else timeout
         communicator = _communicator(group, comm, timeout, device)
+        #: Seconds that a call takes at most.
+        self.timeout = timeout
         self.group = group
         self.rank = communicator.rank
         self.group_size = communicator.world_size
