@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ranks import in_processes
 
 from crossweft.engines import vllm as plugin
+from crossweft.engines._plugin import UnsupportedEngine
 
 
 def test_its_loader_finds_the_plugin() -> None:
@@ -323,6 +324,10 @@ def _experts_use_it() -> None:
     with pytest.raises(Exception, match="enable_shrink"):
         manager.clean_buffers()
     ours.destroy()
+    os.environ["VLLM_DEEPEPLL_NVFP4_DISPATCH"] = "1"
+    with pytest.raises(UnsupportedEngine, match="not fp4, which VLLM_DEEPEPLL_NVFP4_DISPATCH asks for"):
+        make("deepep_low_latency")
+    del os.environ["VLLM_DEEPEPLL_NVFP4_DISPATCH"]
     # vLLM's own stays where crossweft has none.
     assert type(make("allgather_reducescatter").all2all_manager) is all2all.AgRsAll2AllManager
 

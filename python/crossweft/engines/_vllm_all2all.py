@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.distributed import ProcessGroup
+from vllm import envs
 from vllm.distributed.device_communicators import all2all
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
@@ -17,6 +18,8 @@ from .vllm import logger
 
 #: What vLLM and its managers call of one.
 CONTRACT = ("__init__", "get_handle", "max_sms_used", "destroy")
+#: Lets layers hand over what is to be sent in fp4.
+_FP4 = "VLLM_DEEPEPLL_NVFP4_DISPATCH"
 
 
 def _check_host(manager: All2AllManagerBase) -> None:
@@ -38,11 +41,13 @@ class HighThroughputManager(all2all.DeepEPHTAll2AllManager):  # type: ignore[mis
 
 
 class LowLatencyManager(all2all.DeepEPLLAll2AllManager):  # type: ignore[misc]
-    """Of ``--all2all-backend deepep_low_latency``."""
+    """Of ``--all2all-backend deepep_low_latency``. Raises UnsupportedEngine if layers are told to send fp4."""
 
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)
         _check_host(self)
+        if getattr(envs, _FP4, False):
+            raise UnsupportedEngine(f"crossweft sends bf16 and fp8, not fp4, which {_FP4} asks for; unset it")
 
     def max_sms_used(self) -> int | None:
         """Multiprocessors that a call takes; ``None`` before the first."""
