@@ -524,6 +524,32 @@ def test_negative_views_are_refused() -> None:
     in_threads(2, rank_main)
 
 
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+@pytest.mark.parametrize("keeps_handle", [False, True])
+def test_a_hook_that_was_dropped_is_named(call: str, keeps_handle: bool) -> None:
+    def rank_main(communicator: cw.Communicator) -> None:
+        buffer = Buffer(communicator, low_latency_mode=True)
+        topk_idx, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+        x = torch.ones(2, 128, dtype=torch.bfloat16)
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(x, topk_idx, 2, 2, use_fp8=False, return_recv_hook=True)
+        if call == "combine":
+            hook()
+            _, _, hook = buffer.low_latency_combine(rows, topk_idx, weights, handle, return_recv_hook=True)
+        kept = handle if keeps_handle else None
+        del hook, handle
+        words = f"a low-latency {call}, went without its hook having been called; .* make a new Buffer"
+        for staged in (True, False):
+            with pytest.raises(cw.Poisoned, match=words):
+                buffer.low_latency_dispatch(x, topk_idx, 2, 2, return_recv_hook=staged)
+        if kept is not None:
+            with pytest.raises(cw.Poisoned, match=words):
+                buffer.low_latency_combine(rows, topk_idx, weights, kept)
+        with pytest.raises(cw.Poisoned, match=words):
+            buffer.clean_low_latency_buffer(2, 128, 2)
+
+    in_threads(2, rank_main)
+
+
 def test_configurations_and_sizes() -> None:
     assert Config(24, 8, 256).num_max_rdma_chunked_recv_tokens == 258
     assert Buffer.get_dispatch_config(8) == Config(20) == Buffer.get_combine_config(3)

@@ -268,7 +268,7 @@ class Buffer:
         with self._streams.call((x, topk_idx, stats), asynchronous=async_finish) as ends:
             received, counts, handle, hook = low_latency.dispatch(x, topk_idx, group, quantise, stats, return_recv_hook)
             event = ends(received, counts, handle)
-        return received, counts, handle, event, hook if return_recv_hook else None
+        return received, counts, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -297,7 +297,7 @@ class Buffer:
         with self._streams.call(given, asynchronous=async_finish) as ends:
             sums, hook = low_latency.combine(x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook)
             event = ends(sums)
-        return sums, event, hook if return_recv_hook else None
+        return sums, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Room ``[L, R * M, H]`` of bf16 for what experts make of the handle's rows, which ``zero_copy`` sends."""

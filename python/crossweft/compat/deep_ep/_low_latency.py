@@ -9,11 +9,32 @@ from typing import Any
 import torch
 
 from ... import moe
-from ...errors import TensorError, UsageError
+from ...errors import Poisoned, TensorError, UsageError
 from ._groups import Groups, Shape
 from ._streams import Streams
 
-Hook = Callable[[], None]
+#: Completes a call.
+Complete = Callable[[], None]
+
+
+class Hook:
+    """Completes a call. It may be called again, and then does nothing."""
+
+    def __init__(self, complete: Complete, dropped: Complete) -> None:
+        self._complete: Complete | None = complete
+        #: For one that goes without having been called.
+        self._dropped: Complete | None = dropped
+
+    def __call__(self) -> None:
+        self._dropped = None
+        if self._complete is not None:
+            self._complete()
+            # It keeps what it fills.
+            self._complete = None
+
+    def __del__(self) -> None:
+        if self._dropped is not None:
+            self._dropped()
 
 
 class Pass:
@@ -25,6 +46,8 @@ class Pass:
         group = handle.group
         self.shape = (len(group.local_experts()), group.world_size)
         self._most = group.world_size * group.max_tokens
+        #: Something was sent and not completed, so it can send nothing else.
+        self.is_open = False
         #: Where a device has the rows of each expert from each source, the first of them, and each expert's first.
         self._tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
@@ -69,7 +92,8 @@ class Lease:
         self._free = free
 
     def __del__(self) -> None:
-        self._free.append(self.of)
+        if not self.of.is_open:
+            self._free.append(self.of)
 
 
 class Handle(tuple[Any, ...]):
@@ -99,6 +123,9 @@ class LowLatency:
         self.groups = groups
         self._streams = streams
         self._free: dict[tuple[moe.Group, bool], list[Pass]] = defaultdict(list)
+        self._sent = 0
+        #: What can never be completed.
+        self._dropped: dict[moe.Group, str] = {}
 
     def group(self, max_tokens: int, hidden: int, experts: int) -> moe.Group:
         return self.groups.of(Shape(experts, max_tokens, hidden, "bf16"))
@@ -111,7 +138,7 @@ class LowLatency:
         quantise: moe.Quantise | None,
         stats: torch.Tensor | None,
         staged: bool,
-    ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, Handle, Hook]:
+    ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, Handle, Hook | None]:
         """Sends tokens; what it returns is there when the hook has been called, or if it is not ``staged``."""
         own, ranks, most = len(group.local_experts()), group.world_size, group.max_tokens
         index = topk_idx.detach().contiguous()
@@ -121,6 +148,7 @@ class LowLatency:
             )
         if stats is not None and (stats.shape != (own,) or stats.dtype != torch.int32):
             raise TensorError(f"cumulative_local_expert_recv_stats must be [{own}] of torch.int32")
+        self._check(group)
         lease = self._lease(group, index)
         call = lease.of.handle
         out = call.empty(like=x, scales=quantise, weights=False)
@@ -142,18 +170,21 @@ class LowLatency:
             self.groups.share_masks()
 
         def complete() -> None:
+            self._check(group)
             with self._streams.call(()):
                 call.dispatch_complete(out)
+                lease.of.is_open = False
                 finish()
 
         scales = out.scales if columns is None else columns.transpose(1, 2)
         received = out.tokens if scales is None else (out.tokens, scales)
         if staged:
             call.dispatch_send(sent, quantise=quantise)
-            return received, counts, handle, once(complete)
+            lease.of.is_open = True
+            return received, counts, handle, self._hook("dispatch", group, complete)
         call.dispatch(sent, quantise=quantise, out=out)
         finish()
-        return received, counts, handle, _nothing
+        return received, counts, handle, None
 
     def combine(
         self,
@@ -164,9 +195,11 @@ class LowLatency:
         zero_copy: bool,
         out: torch.Tensor | None,
         staged: bool,
-    ) -> tuple[torch.Tensor, Hook]:
+    ) -> tuple[torch.Tensor, Hook | None]:
         """Sends sums; what it returns is there when the hook has been called, or if it is not ``staged``."""
         handle = checked(handle)
+        group = handle.call.group
+        self._check(group)
         # Values on a device are not waited for.
         if topk_idx.shape != handle.topk_idx.shape or (
             topk_idx.device.type == "cpu" and not torch.equal(topk_idx.detach(), handle.topk_idx)
@@ -177,25 +210,29 @@ class LowLatency:
                 raise UsageError("zero_copy takes what get_next_low_latency_combine_buffer(handle) returns; call it")
             x = handle.made
         if out is None:
-            out = topk_idx.new_empty((len(topk_idx), handle.call.group.hidden), dtype=torch.bfloat16)
+            out = topk_idx.new_empty((len(topk_idx), group.hidden), dtype=torch.bfloat16)
         call, sums = handle.call, out
         rows, weights = x.detach().contiguous(), topk_weights.detach().contiguous()
 
         def complete() -> None:
+            self._check(group)
             with self._streams.call(()):
                 # The handle's, as long as this is called.
                 handle.call.combine_complete(sums)
+                handle.lease.of.is_open = False
                 self.groups.share_masks()
 
         if staged:
             call.combine_send(rows, weights=weights)
-            return sums, once(complete)
+            handle.lease.of.is_open = True
+            return sums, self._hook("combine", group, complete)
         call.combine(rows, weights=weights, out=sums)
         self.groups.share_masks()
-        return sums, _nothing
+        return sums, None
 
     def step(self, group: moe.Group) -> None:
         """A call without tokens: all ranks are there when it returns, or left out."""
+        self._check(group)
         nothing = torch.empty(0, 1, dtype=torch.int64, device=self._streams.device)
         call = group.handle(nothing, layout="flat")
         rows = call.dispatch(nothing.new_empty((0, group.hidden), dtype=torch.bfloat16))
@@ -211,6 +248,17 @@ class LowLatency:
             known.made = known.topk_idx.new_empty(shape, dtype=torch.bfloat16)
         return known.made
 
+    def _hook(self, what: str, group: moe.Group, complete: Complete) -> Hook:
+        self._sent += 1
+        why = f"staged call {self._sent} of this buffer, a low-latency {what}, went without its hook having been called"
+        dropped = self._dropped
+        return Hook(complete, lambda: dropped.__setitem__(group, why))
+
+    def _check(self, group: moe.Group) -> None:
+        """Raises Poisoned if what was sent can never be completed: nothing can then be sent after it."""
+        if why := self._dropped.get(group):
+            raise Poisoned(f"{why}; keep hooks and call them all, and make a new Buffer", rank=group.rank)
+
     def _lease(self, group: moe.Group, index: torch.Tensor) -> Lease:
         # A graph keeps the addresses of tables, so they are for graphs alone from then on. Those replay one after the
         # other.
@@ -222,23 +270,6 @@ class LowLatency:
                 found.handle.route(index)
                 return Lease(found, free)
         return Lease(Pass(group.handle(index, layout="expert_major")), free)
-
-
-def _nothing() -> None:
-    """Of a call that is over."""
-
-
-def once(complete: Hook) -> Hook:
-    """A hook that may be called again, and then does nothing."""
-    done = False
-
-    def hook() -> None:
-        nonlocal done
-        if not done:
-            complete()
-            done = True
-
-    return hook
 
 
 def checked(handle: Any) -> Handle:
