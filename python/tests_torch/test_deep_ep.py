@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -520,6 +521,31 @@ def test_negative_views_are_refused() -> None:
                 call()
         sums, _, _ = buffer.low_latency_combine(rows, topk_idx, negative[2].resolve_neg(), handle)
         assert torch.equal(sums, -x)
+
+    in_threads(2, rank_main)
+
+
+def test_few_shapes_are_kept() -> None:
+    """Those of the last calls, and what has handles."""
+
+    def rank_main(communicator: cw.Communicator) -> None:
+        buffer = Buffer(communicator, low_latency_mode=True)
+        topk_idx, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+        x = torch.full((1, 128), communicator.rank + 1.0, dtype=torch.bfloat16)
+        groups = []
+        first = buffer.low_latency_dispatch(x, topk_idx, 1, 2, use_fp8=False)
+        # Some again and again, some once more when they have gone.
+        for most in (1, 2, 3, 4, 1, 5, 6, 2, 1, 7, 8, 9, 10, 1):
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, most, 2, use_fp8=False)
+            groups.append(weakref.ref(handle.call.group))
+            assert torch.equal(buffer.low_latency_combine(rows, topk_idx, weights, handle)[0], 2 * x)
+        rows, _, handle, _, _ = first
+        del first
+        assert torch.equal(buffer.low_latency_combine(rows, topk_idx, weights, handle)[0], 2 * x)
+        assert groups[0]() is handle.call.group is not groups[-1]()
+        del handle
+        alive = [group.max_tokens for group in {each() for each in groups} if group is not None]
+        assert sorted(alive) == [1, 8, 9, 10]
 
     in_threads(2, rank_main)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -45,14 +46,27 @@ class Groups:
         self._communicator = communicator
         self._timeout = timeout
         self._blocks = blocks
-        self._masking = masking
+        self.masking = masking
         self._masked = [False] * communicator.world_size
+        #: The one that was asked for last is the last.
         self._groups: dict[Shape, moe.Group] = {}
+
+    def __iter__(self) -> Iterator[moe.Group]:
+        return iter(list(self._groups.values()))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def forget(self, group: moe.Group) -> None:
+        """Lets a group go with its handles; it is made anew when its shape is asked for again."""
+        self._groups = {shape: each for shape, each in self._groups.items() if each is not group}
 
     def of(self, shape: Shape) -> moe.Group:
         """The group for exactly this shape."""
-        found = self._groups.get(shape)
-        if found is None:
+        found = self._groups.pop(shape, None)
+        if found is not None:
+            self._groups[shape] = found
+        else:
             found = moe.Group(
                 self._communicator,
                 experts=shape.experts,
@@ -62,7 +76,7 @@ class Groups:
                 dtype=shape.dtype,
                 blocks=self._blocks,
                 timeout=self._timeout,
-                masking=self._masking,
+                masking=self.masking,
             )
             self._groups[shape] = found
             self._mask()
@@ -94,7 +108,7 @@ class Groups:
 
     def share_masks(self) -> None:
         """Lets all groups leave out what one does, so that a rank that is gone is waited for once."""
-        if self._masking:
+        if self.masking:
             for group in self._groups.values():
                 self._masked = [a or b for a, b in zip(self._masked, group.masked, strict=True)]
             self._mask()

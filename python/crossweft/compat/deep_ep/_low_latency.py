@@ -13,6 +13,9 @@ from ...errors import Poisoned, TensorError, UsageError
 from ._groups import Groups, Shape
 from ._streams import Streams
 
+#: How many shapes are kept.
+_SHAPES = 4
+
 #: Completes a call.
 Complete = Callable[[], None]
 
@@ -128,7 +131,15 @@ class LowLatency:
         self._dropped: dict[moe.Group, str] = {}
 
     def group(self, max_tokens: int, hidden: int, experts: int) -> moe.Group:
-        return self.groups.of(Shape(experts, max_tokens, hidden, "bf16"))
+        group = self.groups.of(Shape(experts, max_tokens, hidden, "bf16"))
+        # By the order of calls, which ranks share, so that all make one anew or none does. What a graph has recorded is
+        # used without a call; and one that leaves ranks out could not be made without them.
+        if len(self.groups) > _SHAPES and not self.groups.masking:
+            for old in [each for each in self.groups if (each, True) not in self._free][:-_SHAPES]:
+                self.groups.forget(old)
+                self._free.pop((old, False), None)
+                self._dropped.pop(old, None)
+        return group
 
     def dispatch(
         self,
