@@ -307,6 +307,8 @@ class Communicator:
     ) -> Communicator:
         """The communicator of a ``torch.distributed`` process group of any backend; ``None`` is all ranks.
 
+        They meet in the group, which waits for a late rank as long as it was made to, whatever ``timeout`` says.
+
         Across hosts, ``bind`` names an interface or address of the group's first rank.
         """
     @property

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def from_process_group(group: Any, device: _Device, timeout: float, bind: str | None) -> Communicator:
-    """The communicator of the ranks of ``group``, of any backend, or of all ranks. Collective over the group."""
+    """The communicator of the ranks of ``group``, of any backend, or of all ranks. Collective over the group.
+
+    They meet in the group: for a rank that does not come, as long as the group waits, whatever ``timeout`` says.
+    """
     try:
         import torch.distributed as dist
     except ImportError as error:

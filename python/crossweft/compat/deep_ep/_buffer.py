@@ -33,7 +33,8 @@ class Buffer:
 
     Tensors are on ``device``: on torch's current CUDA device unless another is given, in host memory (``"cpu"``) where
     torch sees none, or where the communicator computes if that is given. A call takes ``timeout`` seconds at most,
-    ``Buffer.default_timeout`` if none are given.
+    ``Buffer.default_timeout`` if none are given; only here a process group's ranks wait for one another as long as the
+    group was made to.
 
     Sizes, ``num_qps_per_rank``, ``allow_nvlink_for_low_latency_mode``, ``allow_mnnvl`` and ``use_fabric`` decide
     nothing here. With ``enable_shrink``, low-latency calls leave out a rank that is gone, or late by ``timeout``
