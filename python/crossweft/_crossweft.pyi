@@ -550,7 +550,10 @@ class Communicator:
     def check(self) -> None:
         """Raises what went wrong in calls on streams, once those have come to their end. Later calls raise it too."""
     def check_peer(self, peer: int, doing: str) -> None:
-        """Raises why rank ``peer`` will not do its part in what this one is ``doing``: PeerLost, Aborted. Does not block."""
+        """Raises why rank ``peer`` will not do its part in what this one is ``doing``: PeerLost, Aborted.
+
+        Does not block.
+        """
     def compile(self, dtypes: Sequence[_DType]) -> None:
         """Compiles the kernels of some element types, each rank of a host a part of them, so that preparing does not.
 

@@ -56,8 +56,8 @@ def from_store(
 ) -> Communicator:
     """The communicator of ranks that share a ``torch.distributed.Store``, and no process group. Collective.
 
-    The key ``crossweft`` of the store must be used for nothing else, so give each job a ``PrefixStore``: while they join,
-    for then it is gone again. ``bind`` is as for a process group.
+    The key ``crossweft`` of the store must be used for nothing else, so give each job a ``PrefixStore``: while they
+    join, for then it is gone again. ``bind`` is as for a process group.
     """
     key = "crossweft"
     if rank == 0:

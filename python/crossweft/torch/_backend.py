@@ -296,7 +296,8 @@ def _close(communicator: Communicator, lane: Lane, routes: dict[Any, _Route], pr
 def _wait(waits: Sequence[Callable[[float], bool]]) -> bool:
     """Makes them, patiently; whether all came to their ends."""
     deadline = time.monotonic() + _PATIENCE
-    return all([wait(max(0.0, deadline - time.monotonic())) for wait in waits])
+    # A list, so that all are waited for.
+    return all([wait(max(0.0, deadline - time.monotonic())) for wait in waits])  # noqa: C419
 
 
 class _Calls:
