@@ -290,7 +290,7 @@ fn every_collective_runs_and_is_verified() {
         if let Ok(exported) = export(plan) {
             let file = files.write("theirs.json", &exported);
             ends(0, &["check", &file]);
-            let output = ends(0, &["run", &file, "--size", "1000"]);
+            let output = ends(0, &["run", &file, "--size", "960"]);
             assert!(text(&output.stdout).contains(": ok; post-condition: exact result"));
         }
     }

@@ -71,6 +71,7 @@ impl Selection {
         selection.registry = registry;
         selection.is_deterministic = is_deterministic(&variable);
         selection.choose_by(found);
+        selection.warnings.extend(misunderstood(&variable));
         Ok(selection)
     }
 
@@ -237,6 +238,7 @@ impl Selection {
         selection.registry = registry;
         selection.is_deterministic = is_deterministic(variable);
         selection.choose_by(found.swap_remove(0));
+        selection.warnings.extend(misunderstood(variable));
         selection.agree(endpoint, deadline)?;
         let warn = |warning| tracing::warn!("{warning}");
         if endpoint.rank() == 0 {
@@ -376,9 +378,23 @@ fn is_deterministic(variable: impl Fn(&str) -> Option<OsString>) -> bool {
 }
 
 fn says_no(value: &OsString) -> bool {
-    ["", "0", "off", "no", "false"]
-        .iter()
-        .any(|no| value.eq_ignore_ascii_case(no))
+    is_one_of(value, &["", "0", "off", "no", "false"])
+}
+
+fn is_one_of(value: &OsString, words: &[&str]) -> bool {
+    words.iter().any(|word| value.eq_ignore_ascii_case(word))
+}
+
+/// A word for a setting of tuning tables that is neither yes nor no, such as the name of a file.
+fn misunderstood(variable: impl Fn(&str) -> Option<OsString>) -> Option<String> {
+    let value = variable(TUNING_VARIABLE)?;
+    let is_known = says_no(&value) || is_one_of(&value, &["1", "on", "yes", "true"]);
+    (!is_known).then(|| {
+        format!(
+            "{TUNING_VARIABLE} is {value:?}, which says nothing: it is `off` or `on`; the tables are in \
+             CROSSWEFT_CACHE_DIR"
+        )
+    })
 }
 
 const READING: &str = "reading plans and tuning tables";

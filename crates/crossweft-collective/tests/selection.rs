@@ -449,6 +449,16 @@ fn what_was_measured_is_chosen_and_neighbours_are_one() {
     let selection = Selection::decide(fingerprint, 2, environment(&off)).unwrap();
     assert!(selection.table().is_none());
     assert!(selection.source().contains("CROSSWEFT_TUNING=off"));
+    assert_eq!(selection.warnings(), &[] as &[String]);
+    // Or meant for something else.
+    let file = [("CROSSWEFT_TUNING", Path::new("table.json"))];
+    let selection = Selection::decide(Fingerprint::unknown(), 2, environment(&file)).unwrap();
+    assert_eq!(
+        selection.warnings(),
+        [
+            "CROSSWEFT_TUNING is \"table.json\", which says nothing: it is `off` or `on`; the tables are in CROSSWEFT_CACHE_DIR"
+        ]
+    );
 }
 
 /// splitmix64: the same numbers on every run.

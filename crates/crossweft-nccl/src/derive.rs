@@ -27,10 +27,17 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// `ncclGetUniqueId`: where the ranks of one communicator will find each other. Listens in this process until all
 /// have, or until the time is over, which begins with the first that comes.
 pub(crate) fn unique_id() -> Result<UniqueId, Error> {
-    let rendezvous = Rendezvous::start(&Comm::rendezvous_options(settings::timeout()?))?;
+    let rendezvous = rendezvous()?;
     let id = rendezvous.unique_id();
     rendezvous.detach();
     Ok(id)
+}
+
+/// The same for ranks that are about to come: nobody finds anybody once it is dropped.
+pub(crate) fn rendezvous() -> Result<Rendezvous, Error> {
+    Ok(Rendezvous::start(&Comm::rendezvous_options(
+        settings::timeout()?,
+    ))?)
 }
 
 /// Whom a communicator was derived for, and how often so far: the same on all ranks that take part. Attempts in which
@@ -179,10 +186,9 @@ pub(crate) fn split(parent: &Comm, child: &Comm, (color, key): (i32, i32)) -> Re
     members.sort_unstable();
     // The first of each color is where the others find each other.
     let leads = color != NO_COLOR && members.first().is_some_and(|&(_, rank)| rank == own);
-    let id = match leads {
-        true => unique_id()?.to_bytes().to_vec(),
-        false => Vec::new(),
-    };
+    let rendezvous = leads.then(rendezvous).transpose()?;
+    let id = rendezvous.as_ref().map(Rendezvous::unique_id);
+    let id = id.map_or(Vec::new(), |id| id.to_bytes().to_vec());
     let ids = group.all_gather(&id, deadline)?;
     group.leave();
     if color == NO_COLOR {
@@ -202,7 +208,10 @@ pub(crate) fn split(parent: &Comm, child: &Comm, (color, key): (i32, i32)) -> Re
         .collect();
     with_all(parent, child, &others, PATIENCE, || {
         child.join(&id, count(rank), count(members.len()))
-    })
+    })?;
+    // Others may still be connecting to each other.
+    rendezvous.into_iter().for_each(Rendezvous::detach);
+    Ok(())
 }
 
 /// `ncclCommGrow` on a rank of `parent`, one of which has the `id` that new ranks were given: `child` becomes the

@@ -810,6 +810,40 @@ fn data_that_is_cut_in_different_ways_needs_messages_whose_slices_are_exact() {
 }
 
 #[test]
+fn what_would_take_hours_is_refused() {
+    let text = |plan: &Plan| check(plan, &Options::default())[0].to_string();
+    let mut b = Builder::new("orders", Collective::Test, 1, 3, 1);
+    let semaphores = vec![b.semaphore(0, 0)];
+    let (release, acquire) = (
+        Op::Release {
+            semaphores: semaphores.clone(),
+        },
+        Op::Acquire { semaphores },
+    );
+    for block in 0..2 {
+        for _ in 0..500 {
+            b.at(0, block).op(release.clone());
+        }
+    }
+    for _ in 0..1000 {
+        b.at(0, 2).op(acquire.clone());
+    }
+    let found = text(&b.finish().unwrap());
+    assert!(
+        found.contains("2 thread blocks signal semaphore 0 of rank 0 3000 times in 3 executions"),
+        "{found}"
+    );
+    let chunks = 1 << 20;
+    let mut b = Builder::new("accesses", Collective::Test, 1, 1, chunks);
+    for _ in 0..300 {
+        let all = Chunks::new(0, chunks);
+        b.at(0, 0).transfer(all, input(0, 0), vec![output(0, 0)]);
+    }
+    let found = text(&b.finish().unwrap());
+    assert!(found.contains("629145600 accesses to granules"), "{found}");
+}
+
+#[test]
 fn a_plan_is_for_some_message() {
     let fits = |least, most| {
         let mut plan = staged_gather(4, 2);

@@ -20,7 +20,7 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 7] = [
         Self::None,
         Self::Plain(ReduceOp::Sum),
         Self::Plain(ReduceOp::Prod),

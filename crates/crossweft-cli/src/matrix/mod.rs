@@ -14,7 +14,7 @@ use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use case::{Case, RANKS, algorithm_name, algorithms};
+use case::{Case, Operation, RANKS, algorithm_name, algorithms};
 use clap::Args;
 use crossweft_collective::{CollectiveError, Communicator, DataType, Devices, collectives};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -40,8 +40,8 @@ pub(crate) struct Options {
     #[arg(long, value_parser = dtype)]
     dtype: Option<DataType>,
     /// Only this operation; `premul` is a pre-multiplied sum, `none` is where nothing is reduced.
-    #[arg(long, value_name = "NAME")]
-    op: Option<String>,
+    #[arg(long, value_name = "NAME", value_parser = operation)]
+    op: Option<&'static str>,
     /// Only enough of these cases to hold every pair of circumstances.
     #[arg(long)]
     pairwise: bool,
@@ -94,6 +94,10 @@ fn algorithm(name: &str) -> Result<&'static str, String> {
     one_of(name, &all)
 }
 
+fn operation(name: &str) -> Result<&'static str, String> {
+    one_of(name, &Operation::ALL.map(Operation::name))
+}
+
 impl Options {
     /// The cases asked for, by world size.
     fn cases(&self) -> Vec<Case> {
@@ -107,7 +111,7 @@ impl Options {
                     .is_none_or(|name| name == config.collective.name())
                 && self.algorithm.is_none_or(|name| name == algorithm)
                 && self.dtype.is_none_or(|dtype| dtype == config.dtype)
-                && self.op.as_deref().is_none_or(|name| name == op)
+                && self.op.is_none_or(|name| name == op)
         };
         let mut cases: Vec<Case> = case::all().into_iter().filter(is_meant).collect();
         if self.pairwise {
@@ -154,7 +158,13 @@ pub(crate) fn run(options: &Options) -> Exit {
     let mut unfinished = None;
     for part in &by_ranks {
         let ranks = part[0].config.ranks;
-        let devices = options.device.find(ranks).map_err(JobError::Usage);
+        let devices = options.device.find(ranks).and_then(|devices| {
+            match options.executor && matches!(devices, Devices::Cpu) {
+                true => Err("--executor is for GPUs: on CPUs nothing else runs plans".to_owned()),
+                false => Ok(devices),
+            }
+        });
+        let devices = devices.map_err(JobError::Usage);
         let ended = devices.and_then(|devices| {
             job::run(&options.job(ranks, devices), |communicator, _| {
                 // A spawned rank finds its job's cases by the number of ranks.

@@ -157,7 +157,9 @@ calls! {
                 .iter()
                 .map(|&device| Comm::new(config.clone(), Place::numbered(device)?))
                 .collect::<Result<_, _>>()?;
-            let id = derive::unique_id()?;
+            // Until all have joined, or one cannot.
+            let rendezvous = derive::rendezvous()?;
+            let id = rendezvous.unique_id();
             group::start();
             let mut handles = Vec::new();
             let begun = (0..n).zip(&made).try_for_each(|(rank, comm)| {

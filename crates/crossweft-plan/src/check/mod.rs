@@ -60,7 +60,8 @@
 //!   packets one for each number of such chunks (up to 16 of them). Other sizes have the same boundaries in the same
 //!   order; where operations cut the same data in different ways, messages must be
 //!   [multiples](crate::Plan::message_multiple) for that. Of different sizes in a row ([`Options::sizes`]) a message is
-//!   tried in turn with the shortest, and with one so large that its first slot covers all of the other's (up to 16).
+//!   tried in turn with the shortest, and with one so large that its first slot covers all of the other's (up to 16), but in
+//!   plans that are nearly too large to be checked.
 //! * Loops: pieces of a half or a quarter of a chunk, in proportion where there are several sizes;
 //!   other numbers of pieces are not tried.
 //! * The number of executions: a fault that needs more than [`Options::executions`] is not seen.
@@ -229,19 +230,22 @@ pub fn check(plan: &Plan, options: &Options) -> Vec<Diagnostic> {
         for (geometry, what) in geometries(plan, options, aliased) {
             let place = if aliased { "in place" } else { "out of place" };
             let note = format!(" ({place}, {what})");
+            let refused = |message| Diagnostic {
+                rank: None,
+                thread_block: None,
+                op: None,
+                inner: None,
+                other: None,
+                code: Code::TooLarge,
+                message,
+            };
             if let Some(message) = too_large(plan, &geometry) {
-                return vec![Diagnostic {
-                    rank: None,
-                    thread_block: None,
-                    op: None,
-                    inner: None,
-                    other: None,
-                    code: Code::TooLarge,
-                    message,
-                }];
+                return vec![refused(message)];
             }
             let compiled = Compiled::new(plan, &geometry);
             let mut found = static_faults(&compiled);
+            let executions = geometry.messages.len() as u64;
+            found.extend(too_many_orders(&compiled, executions).map(refused));
             if found.is_empty() {
                 let run = Run::new(plan, &compiled, &geometry, options, &note);
                 found = run.run();
@@ -335,7 +339,7 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
         slots,
         ..same(0)
     };
-    // So that the larger one's first slot lies over all slots of the smaller one, as far as that can be simulated.
+    // So that the larger one's first slot lies over all slots of the smaller one.
     let most = match slots {
         Slots::Halves => u64::from(plan.scratch_slots.max(plan.packet_slots)).clamp(2, 16),
         _ => 2,
@@ -344,8 +348,8 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
         let cells = Layout::new(plan, &in_turn(whole, whole * factor)).cells(plan.ranks.len());
         *factor == 2 || cells <= VARYING_CELLS
     };
-    let factor = (2..=most).rev().find(few).unwrap_or(2);
-    let mut others = vec![whole * factor];
+    let factor = (2..=most).rev().find(few);
+    let mut others: Vec<u64> = factor.iter().map(|factor| whole * factor).collect();
     others.extend(short.first());
     for other in others {
         for (one, other) in [(whole, other), (other, whole)] {
@@ -353,6 +357,10 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
             all.push((in_turn(one, other), note));
         }
     }
+    // A plan that is so large is checked for messages of one size.
+    all.retain(|(geometry, _)| {
+        geometry.slots == Slots::Packed || too_large(plan, geometry).is_none()
+    });
     all
 }
 
@@ -388,6 +396,7 @@ const CELLS: u64 = 1 << 23;
 fn too_large(plan: &Plan, geometry: &Geometry) -> Option<String> {
     const STEPS: u64 = 1 << 23;
     const CLOCKS: u64 = 1 << 28;
+    const ACCESSES: u64 = 1 << 27;
     let cells = Layout::new(plan, geometry).cells(plan.ranks.len());
     let largest = geometry.messages.iter().max().copied().unwrap_or(1);
     let ops = || {
@@ -408,11 +417,22 @@ fn too_large(plan: &Plan, geometry: &Geometry) -> Option<String> {
         _ => 1,
     };
     let steps = ops().map(steps).fold(0, u64::saturating_add);
+    let chunk = compile::chunk_of(plan, largest);
+    let accesses = |op: &Op| {
+        let (from, to) = op.operands();
+        let chunks = op.chunks().map_or(0, |chunks| {
+            u64::from(chunks.count).div_ceil(chunks.slice.1.into())
+        });
+        (from.len() + to.len()) as u64 * chunks * chunk
+    };
+    let accesses = ops().flat_map(Op::flatten).map(accesses);
+    let accesses = accesses.fold(0, u64::saturating_add);
     let blocks: usize = plan.ranks.iter().map(|rank| rank.blocks.len()).sum();
     let threads = blocks as u64;
     let limits = [
         ("granules of memory", cells, CELLS),
         ("steps", steps, STEPS),
+        ("accesses to granules", accesses, ACCESSES),
         ("pairs of thread blocks", threads * threads, CLOCKS),
     ];
     limits
@@ -423,6 +443,26 @@ fn too_large(plan: &Plan, geometry: &Geometry) -> Option<String> {
                 "it has {number} {what}; {limit} can be checked: use fewer chunks, slots or blocks"
             )
         })
+}
+
+/// Where several thread blocks signal one counter, every order in which their signals may come is thought of.
+fn too_many_orders(compiled: &Compiled, executions: u64) -> Option<String> {
+    const COMPARED: u64 = 1 << 32;
+    let sum = |counts: &[(usize, u64)]| counts.iter().map(|(_, count)| count * executions).sum();
+    compiled.counters.iter().find_map(|info| {
+        let (signals, waits): (u64, u64) = (sum(&info.signals), sum(&info.waits));
+        let compared = signals.saturating_mul(signals).saturating_mul(waits);
+        (info.signals.len() > 1 && compared > COMPARED).then(|| {
+            let what = if info.semaphore { "semaphore" } else { "channel" };
+            format!(
+                "{} thread blocks signal {what} {} of rank {} {signals} times in {executions} executions, more than can be \
+                 checked: use several of them, or fewer signals",
+                info.signals.len(),
+                info.id,
+                info.rank
+            )
+        })
+    })
 }
 
 fn gcd(a: u64, b: u64) -> u64 {

@@ -330,13 +330,13 @@ def _weights(weights: torch.Tensor, way: Pass) -> torch.Tensor:
 
 
 def _all(what: str, rows: torch.Tensor, columns: int, way: Pass) -> torch.Tensor:
-    """Rows as a combine takes them, of those that came or all that there was room for."""
+    """Rows as a combine takes them: as many as there was room for. What is behind those that came is nobody's."""
     room = max(way.rows, way.worst_rows)
-    if rows.dim() != 2 or len(rows) not in (way.rows, room) or rows.shape[1] != columns:
+    if rows.dim() != 2 or len(rows) < way.rows or rows.shape[1] != columns:
         raise TensorError(f"{what} is {tuple(rows.shape)}; the dispatch brought {way.rows} rows of {columns}")
     check_sign(what, rows)
-    missing = room - len(rows)
-    dense = rows.detach().contiguous()
+    dense = rows.detach()[:room].contiguous()
+    missing = room - len(dense)
     return dense if missing == 0 else torch.nn.functional.pad(dense, (0, 0, 0, missing))
 
 
