@@ -65,11 +65,9 @@ def from_store(
         store.set(key, str(unique_id))
     else:
         unique_id = UniqueId.from_text(store.get(key).decode())
-    try:
-        communicator = Communicator(rank, world_size, unique_id, device=device, timeout=timeout)
-    finally:
-        # What is made next of the same store must not find it.
-        if rank == 0:
-            store.delete_key(key)
+    communicator = Communicator(rank, world_size, unique_id, device=device, timeout=timeout)
+    # What is made next of the same store must not find it. If this could not be made, others may still have to read it.
+    if rank == 0:
+        store.delete_key(key)
     communicator.barrier()
     return communicator

@@ -44,28 +44,23 @@ impl Cuts {
     }
 }
 
-/// Granules that every chunk must be a multiple of for all slices to end where they do exactly: 1 if that does not matter;
-/// none if it is beyond all sizes.
+/// Where data is cut in different ways, the granules that every chunk must be a multiple of for all slices of it to end where
+/// they do exactly; none where that does not matter. Of more than there are, the most.
 pub(crate) fn granules(plan: &Plan) -> Option<u64> {
     let mut buffers: HashMap<(u32, Buffer), Cuts> = HashMap::new();
-    let mut granules: u64 = 1;
     for (_, op) in plan.all_ops() {
         let Some(chunks) = op.chunks() else { continue };
-        let (count, slices) = (u64::from(chunks.count), u64::from(chunks.slice.1.max(1)));
-        let needed = slices / gcd(slices, count);
-        granules = (granules / gcd(granules, needed)).checked_mul(needed)?;
         let (from, to) = op.operands();
         for operand in from.iter().chain(to) {
-            let (buffer, index) = match plan.in_place {
-                InPlace::Forbidden => (operand.buffer, operand.index),
-                _ => in_larger_buffer(
-                    plan.collective,
-                    plan.chunks,
-                    operand.rank,
-                    operand.buffer,
-                    operand.index,
-                ),
-            };
+            let (mut buffer, mut index) = (operand.buffer, operand.index);
+            if plan.in_place != InPlace::Forbidden {
+                let (of, rank) = (plan.collective, operand.rank);
+                (buffer, index) = in_larger_buffer(of, plan.chunks, rank, buffer, index);
+                // One memory, whichever of its names is left.
+                if buffer == Buffer::Output {
+                    buffer = Buffer::Input;
+                }
+            }
             let end = index.saturating_add(chunks.count);
             let cuts = buffers.entry((operand.rank, buffer)).or_default();
             if chunks.slice.1 > 1 {
@@ -77,10 +72,14 @@ pub(crate) fn granules(plan: &Plan) -> Option<u64> {
         }
     }
     let are_equal = plan.needs_equal_chunks();
-    buffers
-        .values()
-        .any(|cuts| cuts.are_mixed(are_equal))
-        .then_some(granules)
+    let mixed = buffers.values().filter(|cuts| cuts.are_mixed(are_equal));
+    mixed
+        .flat_map(|cuts| &cuts.sliced)
+        .map(|&(begin, end, _, slices)| {
+            let (count, slices) = (u64::from(end - begin), u64::from(slices));
+            slices / gcd(slices, count)
+        })
+        .reduce(|all, one| (all / gcd(all, one)).saturating_mul(one))
 }
 
 fn gcd(a: u64, b: u64) -> u64 {

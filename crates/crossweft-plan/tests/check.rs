@@ -747,6 +747,37 @@ fn sizes_may_vary() {
     assert_eq!(with(Sizes::VaryPacked), []);
 }
 
+#[test]
+fn slots_of_another_size_in_the_same_half_are_others() {
+    // Rank 0 reads slot 0 of rank 2 late; rank 1 writes slot 1, of which it hears that rank 2 has begun, no more.
+    let plan = Builder::new("halves", Collective::Test, 3, 1, 1).scratch(2, true);
+    let mut b = plan.in_place(InPlace::Forbidden);
+    let ((to_2, of_0), (of_1_to_2, of_1)) = (b.connect(0, 2), b.connect(1, 2));
+    b.at(0, 0)
+        .signal(&[to_2])
+        .wait(&[to_2])
+        .transfer(ONE, scratch(2, 0), vec![output(0, 0)]);
+    b.at(1, 0)
+        .transfer(ONE, input(1, 0), vec![scratch(2, 1)])
+        .signal(&[of_1_to_2])
+        .wait(&[of_1_to_2]);
+    b.at(2, 0)
+        .signal(&[of_1])
+        .wait(&[of_0])
+        .transfer(ONE, input(2, 0), vec![scratch(2, 0)])
+        .signal(&[of_0])
+        .wait(&[of_1])
+        .transfer(ONE, scratch(2, 1), vec![output(2, 0)]);
+    let plan = b.finish().unwrap();
+    let with = |sizes| {
+        let mut options = Options::default();
+        options.sizes = sizes;
+        check(&plan, &options)
+    };
+    assert_eq!(with(Sizes::Same), []);
+    assert_eq!(with(Sizes::VaryPacked)[0].code, Code::Race);
+}
+
 /// An all-gather of two ranks that copies its input to scratch memory in `of` slices, and from there on in `by` slices.
 fn staged_gather(of: u32, by: u32) -> Plan {
     let mut b = Builder::new("cuts", Collective::AllGather, 2, of + by, 1)
@@ -792,9 +823,25 @@ fn data_that_is_cut_in_different_ways_needs_messages_whose_slices_are_exact() {
         assert_eq!(plan.message_multiple(), multiple, "{of} and {by}");
         assert_eq!(check(&plan, &Options::default()), [], "{of} and {by}");
     }
+    // Of nothing else that is cut, and as far as numbers go.
+    let beside = |others: &[u32], mixed: bool| {
+        let mut b = Builder::new("beside", Collective::Test, 1, 1, 2).scratch(2, false);
+        for &of in others {
+            let place = if mixed { 0 } else { of % 2 };
+            let chunk = Chunks::new(place, 1).sliced(0, of);
+            b.at(0, 0)
+                .transfer(chunk, input(0, place), vec![scratch(0, place)]);
+        }
+        b.finish().map(|plan| plan.message_multiple())
+    };
+    assert_eq!(beside(&[4, 4093], false).unwrap(), 1);
+    assert_eq!(beside(&[4, 2], true).unwrap(), 2 * 4 * 16);
+    let primes = [4093, 4091, 4079, 4073, 4057, 4051];
+    assert_eq!(beside(&primes, true).unwrap(), u64::MAX);
     // Slices of two chunks together, and one chunk alone.
     let together = |alone: u32| {
-        let mut b = Builder::new("two", Collective::Test, 1, 1, 2).scratch(4, false);
+        let b = Builder::new("two", Collective::Test, 1, 1, 2).scratch(4, false);
+        let mut b = b.in_place(InPlace::Forbidden);
         let both = Chunks::new(0, 2).sliced(0, 2);
         b.at(0, 0)
             .transfer(both, input(0, 0), vec![scratch(0, 0)])
@@ -805,6 +852,19 @@ fn data_that_is_cut_in_different_ways_needs_messages_whose_slices_are_exact() {
             );
         b.finish().unwrap().message_multiple()
     };
+    // Input and output may be one memory.
+    let aliased = |in_place| {
+        let mut b = Builder::new("aliased", Collective::Test, 1, 1, 1).scratch(1, false);
+        b = b.in_place(in_place);
+        b.at(0, 0)
+            .transfer(ONE.sliced(0, 3), scratch(0, 0), vec![output(0, 0)])
+            .transfer(ONE.sliced(0, 2), input(0, 0), vec![output(0, 1)]);
+        b.blocks_of_message(1, 2)
+    };
+    for (in_place, multiple) in [(InPlace::Forbidden, 1), (InPlace::Any, 6 * 16)] {
+        let plan = aliased(in_place).finish().unwrap();
+        assert_eq!(plan.message_multiple(), multiple);
+    }
     assert_eq!(together(0), 2 * 16);
     assert_eq!(together(1), 1);
 }

@@ -28,7 +28,7 @@ class BaseBuffer:
         return len(self._memory)
 
     def __iter__(self) -> Iterator[Chunk]:
-        # Without it Python would ask for one index after the other, for ever: what lies behind the end is refused later.
+        # Python would ask for one index after the other, for ever: what lies behind the end is refused later.
         return (self[index] for index in range(self.size))
 
     def __getitem__(self, key: slice | int) -> Chunk:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -66,7 +67,10 @@ class HostWork(c10d.Work):  # type: ignore[misc, unused-ignore]
                 return
             # Callbacks may wait for further calls, so the thread that makes calls must not run them. An interpreter
             # that ends waits for this one: it must not be stopped inside of torch.
-            threading.Thread(target=done.set_result, args=(None,), name="crossweft callbacks").start()
+            thread = threading.Thread(target=done.set_result, args=(None,), name="crossweft callbacks")
+            # One that is ending already starts none, and nobody is left who could wait for the future.
+            with suppress(RuntimeError):
+                thread.start()
 
         for call in self.calls:
             call.add_done_callback(one_more)

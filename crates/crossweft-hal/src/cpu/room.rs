@@ -22,30 +22,38 @@ fn available_below(root: &Path) -> Option<u64> {
     let kib: u64 = line?.trim().strip_suffix("kB")?.trim().parse().ok()?;
     // Of control groups, version 2 and version 1; each says "max", or something beyond all memory, where there is no limit.
     let groups = [
-        ("memory.max", "memory.current", "inactive_file "),
+        ("memory.max", "memory.current", "memory.stat"),
         (
             "memory/memory.limit_in_bytes",
             "memory/memory.usage_in_bytes",
-            "total_inactive_file ",
+            "memory/memory.stat",
         ),
     ];
-    let left = groups.iter().filter_map(|(limit, used, cache)| {
+    let left = groups.iter().filter_map(|(limit, used, stat)| {
         let file = |name: &str| format!("sys/fs/cgroup/{name}");
         let (limit, used) = (number(&file(limit))?, number(&file(used))?);
-        // What is only cached is given up for what is needed.
-        let version = if cache.starts_with("total") {
-            "memory/"
-        } else {
-            ""
-        };
-        let stat = fs::read_to_string(root.join(file(&format!("{version}memory.stat"))));
-        let cached = stat.ok().and_then(|stat| {
-            let line = stat.lines().find_map(|line| line.strip_prefix(cache));
-            line?.trim().parse::<u64>().ok()
-        });
-        Some(limit.saturating_sub(used.saturating_sub(cached.unwrap_or(0))))
+        let stat = fs::read_to_string(root.join(file(stat))).unwrap_or_default();
+        Some(limit.saturating_sub(used.saturating_sub(given_up(&stat))))
     });
     Some(left.fold(kib.saturating_mul(1024), u64::min))
+}
+
+/// Bytes that a control group has in use, as its `memory.stat` says, but gives up for what is needed.
+fn given_up(stat: &str) -> u64 {
+    let names = ["inactive_file", "active_file", "slab_reclaimable"];
+    // Version 1 has them twice: of the group alone, and with those below it.
+    let prefix = match stat.contains("total_inactive_file") {
+        true => "total_",
+        false => "",
+    };
+    let lines = stat.lines().filter_map(|line| line.split_once(' '));
+    lines
+        .filter(|(name, _)| {
+            name.strip_prefix(prefix)
+                .is_some_and(|name| names.contains(&name))
+        })
+        .filter_map(|(_, bytes)| bytes.trim().parse::<u64>().ok())
+        .fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]
@@ -72,7 +80,10 @@ mod tests {
         let used = ("sys/fs/cgroup/memory.current", "600000\n");
         let limit = ("sys/fs/cgroup/memory.max", "700000\n");
         assert_eq!(available(&[host, limit, used]), Some(100_000));
-        let stat = ("sys/fs/cgroup/memory.stat", "anon 1\ninactive_file 50000\n");
+        let stat = (
+            "sys/fs/cgroup/memory.stat",
+            "anon 1\ninactive_file 20000\nactive_file 25000\nslab_reclaimable 5000\n",
+        );
         assert_eq!(available(&[host, limit, used, stat]), Some(150_000));
         let none = ("sys/fs/cgroup/memory.max", "max\n");
         assert_eq!(available(&[host, none, used]), Some(1_024_000));
@@ -81,6 +92,11 @@ mod tests {
             ("sys/fs/cgroup/memory/memory.usage_in_bytes", "600000\n"),
         ];
         assert_eq!(available(&[host, old[0], old[1]]), Some(0));
+        let stat = (
+            "sys/fs/cgroup/memory/memory.stat",
+            "inactive_file 1\ntotal_inactive_file 150000\ntotal_active_file 10000\n",
+        );
+        assert_eq!(available(&[host, old[0], old[1], stat]), Some(60_000));
         assert!(available_memory().unwrap() > 0);
     }
 }

@@ -157,17 +157,17 @@ calls! {
                 .iter()
                 .map(|&device| Comm::new(config.clone(), Place::numbered(device)?))
                 .collect::<Result<_, _>>()?;
-            // Until all have joined, or one cannot.
-            let rendezvous = derive::rendezvous()?;
-            let id = rendezvous.unique_id();
+            // Until all have joined, or cannot.
+            let rendezvous = Arc::new(derive::rendezvous()?);
             group::start();
             let mut handles = Vec::new();
             let begun = (0..n).zip(&made).try_for_each(|(rank, comm)| {
                 let handle = table::insert(comm);
                 handles.push(handle);
                 comms.at(rank as usize).set("comm", handle)?;
-                let (own, id) = (Arc::clone(comm), id.clone());
-                group::manage(comm, Some(Arc::clone(comm)), move || own.join(&id, rank, n)).map(drop)
+                let (own, rendezvous) = (Arc::clone(comm), Arc::clone(&rendezvous));
+                let join = move || own.join(&rendezvous.unique_id(), rank, n);
+                group::manage(comm, Some(Arc::clone(comm)), join).map(drop)
             });
             if let Err(error) = &begun {
                 group::fail(error);

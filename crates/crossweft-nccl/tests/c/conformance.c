@@ -755,6 +755,27 @@ static void forked(void) {
     OK(ncclCommDestroy(comm));
 }
 
+/* The same inside of a group, at whose end they are made, and in the background. */
+static void init_all_later(void) {
+    ncclComm_t comms[2];
+    for (int blocking = 1; blocking >= 0; blocking--) {
+        if (blocking) OK(ncclGroupStart());
+        else setenv("NCCL_COMM_BLOCKING", "0", 1);
+        ncclResult_t made = ncclCommInitAll(comms, 2, NULL);
+        CHECK(made == ncclSuccess || (!blocking && made == ncclInProgress));
+        if (blocking) OK(ncclGroupEnd());
+        for (int r = 0; r < 2; r++) {
+            ncclResult_t state;
+            do {
+                OK(ncclCommGetAsyncError(comms[r], &state));
+            } while (state == ncclInProgress);
+            CHECK(state == ncclSuccess);
+        }
+        for (int r = 0; r < 2; r++) OK(ncclCommAbort(comms[r]));
+    }
+    unsetenv("NCCL_COMM_BLOCKING");
+}
+
 /* Nothing is left of communicators that could not all be made. */
 static void init_all_fails(void) {
     enum { N = 3 };
@@ -2245,6 +2266,7 @@ static const struct {
     CASE(thread_ends),
     CASE(versions_differ),
     CASE(init_all),
+    CASE(init_all_later),
     CASE(init_in_a_group),
     CASE(forked),
     CASE(init_all_fails),

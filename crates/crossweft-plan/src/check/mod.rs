@@ -41,7 +41,8 @@
 //! * A packet orders its own payload only: relaxed stores and loads. Beyond that, a rank that has read
 //!   a packet knows in its *next* execution what its sender did *before* the execution that sent it
 //!   (both begin with a fence), and that the loads whose values went into the packet are over. The two
-//!   halves stand on exactly this. At an execution's end a rank may clear the half that was used, so that whoever
+//!   halves stand on exactly this. A write to where other packets were comes after theirs if it comes after these were read, since
+//!   what was read was there. At an execution's end a rank may clear the half that was used, so that whoever
 //!   writes there must know of that end too. A slot is not to be written before its packets were read; two
 //!   writes of one slot in one execution must be told apart by other means than the flag.
 //! * A put is done by a proxy: after what its block did before, and after those puts on the channel
@@ -60,7 +61,7 @@
 //!   packets one for each number of such chunks (up to 16 of them). Other sizes have the same boundaries in the same
 //!   order; where operations cut the same data in different ways, messages must be
 //!   [multiples](crate::Plan::message_multiple) for that. Of different sizes in a row ([`Options::sizes`]) a message is
-//!   tried in turn with the shortest, and with one so large that its first slot covers all of the other's (up to 16), but in
+//!   tried with the shortest between, before and after, and with one so large that its first slot covers all of the other's (up to 16), but in
 //!   plans that are nearly too large to be checked.
 //! * Loops: pieces of a half or a quarter of a chunk, in proportion where there are several sizes;
 //!   other numbers of pieces are not tried.
@@ -334,8 +335,8 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
         Sizes::Vary => Slots::Fixed,
         Sizes::VaryPacked => Slots::Halves,
     };
-    let in_turn = |one: u64, other: u64| Geometry {
-        messages: [one, other].into_iter().cycle().take(executions).collect(),
+    let in_turn = |turn: &[u64]| Geometry {
+        messages: turn.iter().copied().cycle().take(executions).collect(),
         slots,
         ..same(0)
     };
@@ -345,7 +346,8 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
         _ => 2,
     };
     let few = |factor: &u64| {
-        let cells = Layout::new(plan, &in_turn(whole, whole * factor)).cells(plan.ranks.len());
+        let larger = in_turn(&[whole, whole * factor]);
+        let cells = Layout::new(plan, &larger).cells(plan.ranks.len());
         *factor == 2 || cells <= VARYING_CELLS
     };
     let factor = (2..=most).rev().find(few);
@@ -353,8 +355,11 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
     others.extend(short.first());
     for other in others {
         for (one, other) in [(whole, other), (other, whole)] {
-            let note = format!("messages in turn of {one} and {other} granules");
-            all.push((in_turn(one, other), note));
+            // Memory of a half is used by every second one: by messages of one size with others between, and of two.
+            for turn in [&[one, other][..], &[one, other, other, one]] {
+                let note = format!("messages of {one} and {other} granules");
+                all.push((in_turn(turn), note));
+            }
         }
     }
     // A plan that is so large is checked for messages of one size.

@@ -677,7 +677,11 @@ impl<'a> Run<'a> {
                 }
             }
         }
+        // Whoever knows of a packet's read comes after its write.
+        let was_read =
+            |cell: usize| self.cells.is_packet(cell) && !self.memory[cell].reads.is_empty();
         let writes = touched.to.iter().cloned().flatten();
+        let writes = writes.filter(|cell| !was_read(*cell));
         before.extend(writes.filter_map(|cell| Some((self.memory[cell].write?, false))));
         for cell in touched.from.iter().cloned().flatten() {
             // Whoever reads packets waits for them.
@@ -883,6 +887,9 @@ impl<'a> Run<'a> {
             })
             .collect();
         let mut pairs: BTreeSet<(Use, u32, bool)> = BTreeSet::new();
+        // Of each rank's scratch memory, and packets, the last uses and the first writes: in a message of another size slots
+        // lie over others, if in the half that was used two executions before.
+        let mut regions: BTreeMap<(u32, bool), (BTreeSet<u32>, BTreeSet<u32>)> = BTreeMap::new();
         for (index, cell) in self.memory.iter().enumerate() {
             let (Some(first), Some(last)) = (cell.first_write, cell.write) else {
                 continue;
@@ -893,15 +900,25 @@ impl<'a> Run<'a> {
             }
             let is_packet = self.cells.is_packet(index);
             let halves = self.program.options.double_scratch || is_packet;
+            let (lasts, firsts) = regions.entry((owner, is_packet)).or_default();
+            firsts.insert(first);
+            // Who knows of a read knows what was written. Blocks read packets before their execution ends.
+            let by_proxy =
+                |read: &u32| self.accesses[*read as usize].known.thread >= self.blocks.len();
+            let reads = cell.reads.iter().copied();
+            let reads = reads.filter(|read| !is_packet || by_proxy(read));
+            let written = cell.reads.is_empty().then_some(last);
+            for last in reads.chain(written) {
+                lasts.insert(last);
+                pairs.insert((Use::Access(last), first, halves));
+            }
             if is_packet {
                 pairs.insert((Use::End(owner), first, halves));
-            } else {
-                let reads = cell.reads.iter();
-                pairs.extend(reads.map(|read| (Use::Access(*read), first, halves)));
             }
-            // Who reads knows what was written, of packets only that.
-            if is_packet || cell.reads.is_empty() {
-                pairs.insert((Use::Access(last), first, halves));
+        }
+        for (lasts, firsts) in regions.values() {
+            for first in firsts {
+                pairs.extend(lasts.iter().map(|last| (Use::Access(*last), *first, true)));
             }
         }
         let mut demands = Vec::new();
