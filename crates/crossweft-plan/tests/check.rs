@@ -775,7 +775,7 @@ fn slots_of_another_size_in_the_same_half_are_others() {
         check(&plan, &options)
     };
     assert_eq!(with(Sizes::Same), []);
-    assert_eq!(with(Sizes::VaryPacked)[0].code, Code::Race);
+    assert_eq!(with(Sizes::VaryInHalves)[0].code, Code::Race);
 }
 
 /// An all-gather of two ranks that copies its input to scratch memory in `of` slices, and from there on in `by` slices.

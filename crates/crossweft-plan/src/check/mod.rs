@@ -62,7 +62,8 @@
 //!   order; where operations cut the same data in different ways, messages must be
 //!   [multiples](crate::Plan::message_multiple) for that. Of different sizes in a row ([`Options::sizes`]) a message is
 //!   tried with the shortest between, before and after, and with one so large that its first slot covers all of the other's (up to 16), but in
-//!   plans that are nearly too large to be checked.
+//!   plans that are nearly too large to be checked; that two sizes meet in one half of scratch memory only with
+//!   [`Sizes::VaryInHalves`].
 //! * Loops: pieces of a half or a quarter of a chunk, in proportion where there are several sizes;
 //!   other numbers of pieces are not tried.
 //! * The number of executions: a fault that needs more than [`Options::executions`] is not seen.
@@ -202,6 +203,9 @@ pub enum Sizes {
     /// executors have it ([`Plan::scratch_bytes`]).
     #[default]
     VaryPacked,
+    /// The same, and messages of two sizes meet in one half. Plans of MSCCL++ in which proxies put packets on are refused
+    /// then: what tells that a put is over tells it of the same slot.
+    VaryInHalves,
 }
 
 impl Default for Options {
@@ -333,7 +337,7 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
     let slots = match options.sizes {
         Sizes::Same => return all,
         Sizes::Vary => Slots::Fixed,
-        Sizes::VaryPacked => Slots::Halves,
+        Sizes::VaryPacked | Sizes::VaryInHalves => Slots::Halves,
     };
     let in_turn = |turn: &[u64]| Geometry {
         messages: turn.iter().copied().cycle().take(executions).collect(),
@@ -355,10 +359,11 @@ fn geometries(plan: &Plan, options: &Options, aliased: bool) -> Vec<(Geometry, S
     others.extend(short.first());
     for other in others {
         for (one, other) in [(whole, other), (other, whole)] {
-            // Memory of a half is used by every second one: by messages of one size with others between, and of two.
-            for turn in [&[one, other][..], &[one, other, other, one]] {
-                let note = format!("messages of {one} and {other} granules");
-                all.push((in_turn(turn), note));
+            let note = format!("messages of {one} and {other} granules");
+            all.push((in_turn(&[one, other]), note.clone()));
+            // Memory of a half is used by every second one.
+            if options.sizes == Sizes::VaryInHalves {
+                all.push((in_turn(&[one, other, other, one]), note));
             }
         }
     }
