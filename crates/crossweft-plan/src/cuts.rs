@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use crate::numbers::{gcd, lcm};
 use crate::place::in_larger_buffer;
 use crate::plan::{Buffer, InPlace, Plan};
 
@@ -79,9 +80,5 @@ pub(crate) fn granules(plan: &Plan) -> Option<u64> {
             let (count, slices) = (u64::from(end - begin), u64::from(slices));
             slices / gcd(slices, count)
         })
-        .reduce(|all, one| (all / gcd(all, one)).saturating_mul(one))
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
+        .reduce(lcm)
 }

@@ -29,6 +29,7 @@ mod cuts;
 pub mod dsl;
 pub mod json;
 pub mod mscclpp;
+mod numbers;
 mod place;
 pub mod plan;
 pub mod show;

@@ -83,6 +83,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use crossweft_device::extent::GRANULE;
 
+use crate::numbers::{gcd, lcm};
 use crate::plan::{Buffer, InPlace, Op, Plan};
 use crate::validate::PlanError;
 use compile::{Compiled, Geometry, Layout, Slots};
@@ -473,14 +474,6 @@ fn too_many_orders(compiled: &Compiled, executions: u64) -> Option<String> {
             )
         })
     })
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
-fn lcm(a: u64, b: u64) -> u64 {
-    (a / gcd(a, b)).saturating_mul(b)
 }
 
 /// Counts that do not match.

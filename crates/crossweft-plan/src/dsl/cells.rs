@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::program::Program;
+use crate::numbers::{gcd, lcm};
 use crate::place::{Data, Raw, SPARE, in_larger_buffer};
 use crate::plan::{Buffer, Collective, InPlace, Operand, Plan};
 
@@ -146,12 +147,4 @@ impl Cells {
     pub(super) fn is_packet(&self, cell: usize) -> bool {
         cell as u64 / self.per_chunk % self.end >= self.packets
     }
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
-fn lcm(a: u64, b: u64) -> u64 {
-    a / gcd(a, b) * b
 }
